@@ -1,0 +1,187 @@
+"""When engine calls are sent, and which of them together.
+
+`Lockstep` is for synchronous, reproducible runs. It counts what could still ask for a turn::
+
+    active   one per rollout; a turn with n calls holds n of them until its calls are over
+    parked   requests that wait
+    parked == active  ->  everything parked is sent, grouped by engine, each batch in order of id
+
+So a batch is a pure function of ids and contents: a slow tool holds the next batch back, and no timing enters.
+
+`Streaming` is for asynchronous runs. It sends what is ready; while an engine is busy, new requests wait for its next
+batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mgrpo.engines.base import Completion, Engine, Request
+from mgrpo.errors import EngineError, EngineTimeout
+
+Member = tuple[int, int]  # (group, rollout)
+
+
+class Scheduler(Protocol):
+    """``join`` and ``leave`` say how many strands of a rollout are active; ``leave`` without a count ends it."""
+
+    async def generate(self, engine: Engine, request: Request) -> Completion:
+        """Raises EngineError, or EngineTimeout when the engine does not answer in time."""
+        ...
+
+    def join(self, member: Member, count: int = 1) -> None: ...
+
+    def leave(self, member: Member, count: int | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parked:
+    engine: Engine
+    request: Request
+    result: asyncio.Future[Completion]
+
+
+async def _ask(engine: Engine, requests: Sequence[Request], seconds: float) -> list[Completion]:
+    """One engine call with its deadline."""
+    try:
+        async with asyncio.timeout(seconds):
+            completions = await engine.generate(requests)
+    except TimeoutError as error:
+        names = ", ".join(str(request.id) for request in requests[:8])
+        more = f" and {len(requests) - 8} more" if len(requests) > 8 else ""
+        raise EngineTimeout(f"no completion after {seconds:g} s for {names}{more}") from error
+    if len(completions) != len(requests):
+        raise EngineError(f"the engine returned {len(completions)} completions for {len(requests)} requests")
+    return completions
+
+
+async def _outcomes(parked: Sequence[_Parked], seconds: float) -> list[Completion | Exception]:
+    """The outcome of one batch; an error, ours or the engine's, is raised again where each request waits."""
+    try:
+        return [*await _ask(parked[0].engine, [p.request for p in parked], seconds)]
+    except Exception as error:
+        return [error] * len(parked)
+
+
+def _hand_back(parked: Sequence[_Parked], outcomes: Sequence[Completion | Exception]) -> None:
+    for waiting, outcome in zip(parked, outcomes, strict=True):
+        if waiting.result.done():  # its rollout ran out of time meanwhile
+            continue
+        if isinstance(outcome, Exception):
+            waiting.result.set_exception(outcome)
+        else:
+            waiting.result.set_result(outcome)
+
+
+class Lockstep:
+    """All requests of one round together. Every member must have joined before the first one asks."""
+
+    def __init__(self, request_timeout_s: float = 600.0) -> None:
+        self._seconds = request_timeout_s
+        self._strands: dict[Member, int] = {}
+        self._active = 0
+        self._parked: list[_Parked] = []
+        self._round: asyncio.Task[None] | None = None
+
+    async def generate(self, engine: Engine, request: Request) -> Completion:
+        parked = _Parked(engine, request, asyncio.get_running_loop().create_future())
+        self._parked.append(parked)
+        self._send_when_complete()
+        try:
+            return await parked.result
+        finally:
+            if parked in self._parked:  # cancelled before it was sent
+                self._parked.remove(parked)
+
+    def join(self, member: Member, count: int = 1) -> None:
+        self._strands[member] = self._strands.get(member, 0) + count
+        self._active += count
+
+    def leave(self, member: Member, count: int | None = None) -> None:
+        held = self._strands.pop(member, 0)
+        gone = held if count is None else min(count, held)
+        if held > gone:
+            self._strands[member] = held - gone
+        self._active -= gone
+        self._send_when_complete()
+
+    def _send_when_complete(self) -> None:
+        if self._round is None and self._parked and len(self._parked) >= self._active:
+            self._round = asyncio.get_running_loop().create_task(self._send())
+
+    async def _send(self) -> None:
+        try:
+            await self._serve()
+        finally:
+            self._round = None
+        self._send_when_complete()
+
+    async def _serve(self) -> None:
+        parked = sorted(self._parked, key=lambda p: (p.request.id.agent, p.request.id))
+        self._parked = []
+        batches: dict[int, list[_Parked]] = {}
+        for waiting in parked:  # engines in order of their first agent's name
+            batches.setdefault(id(waiting.engine), []).append(waiting)
+        results: list[tuple[list[_Parked], list[Completion | Exception]]] = []
+        for batch in batches.values():
+            batch.sort(key=lambda p: p.request.id)
+            results.append((batch, await _outcomes(batch, self._seconds)))
+        for batch, outcomes in results:
+            _hand_back(batch, outcomes)
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """What waits for one engine, and the batches it is busy with."""
+
+    waiting: list[_Parked] = field(default_factory=list)
+    busy: set[asyncio.Task[None]] = field(default_factory=set)
+    announced: bool = False
+
+
+class Streaming:
+    """At most ``max_in_flight`` batches of at most ``max_batch`` requests at each engine.
+
+    An in-process engine wants one batch at a time; a server that batches by itself wants many.
+    """
+
+    def __init__(self, request_timeout_s: float = 600.0, max_batch: int = 64, max_in_flight: int = 1) -> None:
+        self._seconds = request_timeout_s
+        self._max_batch = max_batch
+        self._max_in_flight = max_in_flight
+        self._queues: dict[int, _Queue] = {}
+
+    async def generate(self, engine: Engine, request: Request) -> Completion:
+        loop = asyncio.get_running_loop()
+        queue = self._queues.setdefault(id(engine), _Queue())
+        parked = _Parked(engine, request, loop.create_future())
+        queue.waiting.append(parked)
+        if not queue.announced:  # what else is ready in this turn of the event loop goes along
+            queue.announced = True
+            loop.call_soon(self._send, queue)
+        return await parked.result
+
+    def join(self, member: Member, count: int = 1) -> None:
+        """Nothing is held back here, so nothing is counted."""
+
+    def leave(self, member: Member, count: int | None = None) -> None:
+        """As for `join`."""
+
+    def _send(self, queue: _Queue) -> None:
+        queue.announced = False
+        queue.waiting = [parked for parked in queue.waiting if not parked.result.done()]
+        while queue.waiting and len(queue.busy) < self._max_in_flight:
+            batch, queue.waiting = queue.waiting[: self._max_batch], queue.waiting[self._max_batch :]
+            task = asyncio.get_running_loop().create_task(self._serve(queue, batch))
+            queue.busy.add(task)
+
+    async def _serve(self, queue: _Queue, batch: list[_Parked]) -> None:
+        outcomes = await _outcomes(batch, self._seconds)
+        _hand_back(batch, outcomes)
+        task = asyncio.current_task()
+        if task is not None:
+            queue.busy.discard(task)
+        self._send(queue)

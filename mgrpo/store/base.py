@@ -1,0 +1,172 @@
+"""Where the two loops meet: what collectors write, what learners take and publish, what readers see.
+
+::
+
+    collect   waits for: learners near enough (`trained`), newest weights (`latest`)      produces: `commit`
+    learn     waits for: `take` of its next groups                                        produces: `publish`
+    viewer, evaluation   `Reader`, never a write
+
+The cursor of an agent is derived, never stored beside the data: `trained(agent)` counts the groups named by that
+agent's publications, and a publication is one row. So weights and the groups they were trained on appear together
+or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mgrpo.types import Ending, Group, Reward, Sample, Task, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a store belongs to. ``config`` is the resolved config, JSON-able; ``created`` is seconds since the epoch."""
+
+    seed: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    created: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """One agent's weights, as others find them. Versions of an agent only grow.
+
+    ``handle`` is the weights' folder relative to the run folder, ``checksum`` names their content; ``step`` and
+    ``stage`` say which learner step published them.
+    """
+
+    agent: str
+    version: int
+    handle: str
+    checksum: str
+    step: int
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One `publish`: the weights served afterwards, the groups consumed for them and the step's metrics.
+
+    A step without rows for this agent has a publication that repeats the previous version.
+    """
+
+    weights: WeightVersion
+    consumed: range
+    metrics: Mapping[str, float]
+    created: float = field(default=0.0, compare=False)  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySummary:
+    """What a list of trajectories shows, read without decoding a token. Versions are those of sampled tokens only."""
+
+    id: TrajectoryId
+    parent: TrajectoryId | None
+    ending: Ending
+    reward: float | None  # None = unknown
+    sampled_tokens: int
+    min_version: int | None  # None where nothing was sampled
+    max_version: int | None
+    failure: str | None  # kind
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """One group at a glance; trajectories in order of rollout, root first."""
+
+    id: int
+    task: Task
+    rollouts: int
+    failed_rollouts: int
+    trajectories: tuple[TrajectorySummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Totals over all committed groups, finished in order or not."""
+
+    groups: int = 0
+    rollouts: int = 0
+    failed_rollouts: int = 0
+    trajectories: int = 0
+    sampled_tokens: int = 0
+
+
+class CollectStore(Protocol):
+    """The collecting side. A group is committed whole or not at all."""
+
+    def committed(self) -> int:
+        """The number n for which groups 0..n-1 are all committed: where a collector goes on after a crash."""
+        ...
+
+    def commit(self, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward]) -> None:
+        """Writes groups and rewards in one transaction. A group id that is already there changes nothing.
+
+        Raises ValueError, and writes nothing, where an id, a parent or a reward does not fit its group.
+        """
+        ...
+
+    def trained(self, agent: str) -> int:
+        """How many groups ``agent`` has consumed: the groups 0..n-1."""
+        ...
+
+    def latest(self, agent: str) -> WeightVersion | None:
+        """The newest published weights, with the step and stage of the newest publication; None before the first."""
+        ...
+
+
+class LearnStore(Protocol):
+    """The learning side: one agent's rows in, its weights out."""
+
+    def take(self, agent: str, first: int, count: int) -> list[list[Sample]] | None:
+        """The agent's samples of groups ``first .. first+count-1``, one list per group, ordered by (rollout,
+        invocation); empty where the agent was not called. None while a group is missing. Consumes nothing."""
+        ...
+
+    def publish(
+        self, version: WeightVersion, consumed: range | Sequence[int], metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Publishes weights and consumes the next groups in one transaction; the same call again changes nothing.
+
+        ``consumed`` continues at `trained` without a gap, and may be empty (the initial weights).
+        ``version.version`` repeats the newest one when the agent had no rows. Raises UserError where another
+        learner of this agent came first, ValueError where groups or weights do not fit.
+        """
+        ...
+
+    def rewind(self, agent: str, version: int) -> None:
+        """Forgets this agent's publications after ``version``, and with them what they consumed. Groups stay."""
+        ...
+
+    def trained(self, agent: str) -> int: ...
+
+    def latest(self, agent: str) -> WeightVersion | None: ...
+
+
+class Reader(Protocol):
+    """What a viewer and an evaluation read while others write."""
+
+    @property
+    def run(self) -> RunInfo: ...
+
+    def counts(self) -> Counts: ...
+
+    def groups(self, first: int, count: int) -> list[GroupSummary]:
+        """Summaries of the committed groups with ids ``first .. first+count-1``, by id."""
+        ...
+
+    def group(self, id: int) -> tuple[Group, dict[TrajectoryId, Reward]]:
+        """Exactly what was committed. Raises KeyError where there is no such group."""
+        ...
+
+    def publications(self, agent: str | None = None) -> list[Publication]:
+        """Versions, consumption and metrics in the order published, of one agent or of all (agent by agent)."""
+        ...
+
+
+class Store(CollectStore, LearnStore, Reader, Protocol):
+    """All three sides. A new store is done when tests/contract/test_stores.py passes on it."""
+
+    def close(self) -> None: ...
