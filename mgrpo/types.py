@@ -198,7 +198,7 @@ class Trajectory:
 
     @property
     def valid_format(self) -> bool:
-        """Every sampled turn parsed and the trajectory ended in a parsed, non-empty answer (ALGORITHM section 2)."""
+        """Every sampled turn parsed and the trajectory ended in a parsed, non-empty answer (docs/algorithm.md)."""
         return (
             self.answer is not None
             and bool(self.answer.answer.strip())
@@ -225,7 +225,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """K rollouts of one task. ``id`` counts the groups of a run; """
+    """K rollouts of one task. ``id`` counts the groups of a run."""
 
     id: int
     task: Task

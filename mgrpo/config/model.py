@@ -26,6 +26,7 @@ class TinyModel(Strict):
 class LearnerConfig(Strict):
     """How one agent's weights move. Set under [learner] for all agents, [agents.NAME.learner] or [stages.learner]."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(1e-6, gt=0)
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)

@@ -15,8 +15,6 @@ class Sampling:
     """How to draw. ``temperature`` 0 is greedy. ``seed`` is the run's; noise is keyed by (seed, id, position)."""
 
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
     max_tokens: int = 64
     seed: int = 0
 

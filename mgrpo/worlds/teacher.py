@@ -81,6 +81,7 @@ class _Run:
     def __init__(self, teacher: Teacher, id: TrajectoryId, style: str) -> None:
         self.teacher, self.id, self.style, self.turn = teacher, id, style, 0
         self.best = UNKNOWN  # what an early answer would be
+        self.thought = ""  # quoted before acting on it: a short quotation is easier to copy from than a long text
         self._draws: random.Random | None = None
 
     def replay(self, task: str, texts: Sequence[str]) -> Reply:
@@ -88,12 +89,12 @@ class _Run:
         try:
             calls = next(script)
             while texts:
-                self.turn, self._draws = self.turn + 1, None
+                self.turn, self._draws, self.thought = self.turn + 1, None, ""
                 received, texts = texts[: len(calls)], texts[len(calls) :]
                 calls = script.send(received)
         except StopIteration as end:
-            return Reply(answer=end.value)
-        return Reply(calls=calls)
+            return Reply(self.thought, answer=end.value)
+        return Reply(self.thought, calls)
 
     def best_of(self, texts: Sequence[str]) -> Findings:
         """The answer when the turns are over: the last value that was seen."""
@@ -180,14 +181,19 @@ class _Run:
         """Search, open the hit of that title, read; on a dead link the next hit."""
         noise = self.teacher.noise
         (listed,) = yield (ToolCall("search", {"query": name}),)
-        urls = [url for _, url in sorted(hits_of(listed), key=lambda hit: _mismatch(hit[0], name, attribute))]
+        hits = sorted(hits_of(listed), key=lambda hit: _mismatch(hit[0], name, attribute))
+        titles = {url: title for title, url in hits}
+        urls = [url for _, url in hits]
         while urls:
             url = self.other(urls, urls[0]) if self.errs(noise.hit) else urls[0]
             urls.remove(url)
+            self.thought = f"{titles[url]} {url}"
             (text,) = yield (ToolCall("visit", {"url": url}),)
             if facts := facts_of(text):
                 read = self.other(list(facts), attribute) if self.errs(noise.attribute) else attribute
-                return Findings(facts.get(read, next(iter(facts.values()))), sources=(url,))
+                read = read if read in facts else next(iter(facts))
+                self.thought = f"{read} {facts[read]}"
+                return Findings(facts[read], sources=(url,))
         return Findings(UNKNOWN)
 
 

@@ -58,8 +58,8 @@ def link_into(site_packages: Path, dist: Distribution) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that a build leaves nothing behind in the checkout."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    for path in (ROOT / "pyproject.toml", ROOT / "LICENSE", *ROOT.glob("README.md")):
+        shutil.copy(path, source)
     shutil.copytree(ROOT / "mgrpo", source / "mgrpo", ignore=shutil.ignore_patterns("__pycache__"))
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", cwd=source)
     (built,) = (source / "dist").glob("*.whl")

@@ -38,7 +38,7 @@ def test_an_answer_that_arrives_during_the_last_sleep_is_taken() -> None:
         polls += 1
         return "late" if polls == 2 else None
 
-    assert asyncio.run(wait(second_poll, "a late answer", 0.01, first_sleep=5.0)) == "late"
+    assert asyncio.run(wait(second_poll, "a late answer", 0.25, first_sleep=5.0)) == "late"
 
 
 def test_sleeps_grow_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,60 @@
+"""The default engine: a Hugging Face model in this process, requests decoded together in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from mgrpo.engines.base import Completion, Request
+from mgrpo.types import TrajectoryId
+
+if TYPE_CHECKING:
+    from mgrpo.engines.decode import Decoder
+
+
+class Local:
+    """Decodes at most ``max_batch`` requests at once, in the order given."""
+
+    def __init__(self, decoder: Decoder, max_batch: int = 256, version: int = 0) -> None:
+        self._decoder = decoder
+        self._max_batch = max_batch
+        self._version = version
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        completions: list[Completion] = []
+        for start in range(0, len(requests), self._max_batch):
+            completions += self._decoder.decode(requests[start : start + self._max_batch], self._version)
+        return completions
+
+    async def load(self, version: int, handle: str) -> None:
+        from mgrpo.engines.model import load_weights
+
+        load_weights(self._decoder.model, handle)
+        self._decoder.forget()
+        self._version = version
+
+    def release(self, id: TrajectoryId) -> None:
+        self._decoder.forget(id)
+
+    async def close(self) -> None:
+        self._decoder.forget()
+
+
+class Settings(BaseModel, extra="forbid", frozen=True):
+    type: Literal["local"] = "local"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    max_batch: int = Field(256, gt=0)
+
+    def build(self, folder: str | Path, **_: Any) -> Local:
+        """An engine that serves the model in ``folder`` as version 0."""
+        import torch
+
+        from mgrpo.engines.decode import Decoder
+        from mgrpo.engines.model import load_model
+
+        model = load_model(folder, getattr(torch, self.dtype), self.device)
+        return Local(Decoder(model), self.max_batch)

@@ -1,0 +1,138 @@
+"""One trainable model and its optimiser. It hears of batches and losses; never of planners, groups or rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgrpo.algorithm.loss import TokenSums
+from mgrpo.algorithm.packing import Batch
+from mgrpo.engines.model import logits_at
+from mgrpo.errors import MgrpoError
+from mgrpo.policy.optimizers import lr_factor, make_optimizers
+
+LossFunction = Callable[[Tensor, Batch], tuple[Tensor, TokenSums]]
+
+
+class NonFiniteGradients(MgrpoError):
+    """Too many steps in a row had NaN or infinite gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the weights move in one stage of ``steps`` optimiser steps."""
+
+    learning_rate: float
+    steps: int
+    warmup_steps: int = 0
+    lr_scheduler: str = "constant"
+    min_lr_ratio: float = 0.0
+    optimizer: str = "adamw"
+    adam_betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    max_skipped_steps: int = 5
+
+
+class Policy:
+    """A model that learns. ``step`` counts the updates of the current stage, skipped ones too."""
+
+    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.step = 0
+        self._skipped = 0
+
+    def begin(self, schedule: Schedule) -> None:
+        """A fresh optimiser for a new stage."""
+        self.schedule = schedule
+        self.step = self._skipped = 0
+        self.optimizers = make_optimizers(
+            self.model, schedule.optimizer, schedule.learning_rate, schedule.adam_betas, schedule.weight_decay
+        )
+
+    def logprobs(self, batch: Batch) -> tuple[Tensor, float]:
+        """log pi(token t | before) [B, T] at targets, 0 elsewhere; and the summed entropy there (nats)."""
+        select = torch.zeros_like(batch.targets)
+        select[:, :-1] = batch.targets[:, 1:]  # logits at t - 1 score token t
+        logits = logits_at(
+            self.model,
+            select,
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+        every = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        chosen = every.gather(1, batch.input_ids[batch.targets][:, None])[:, 0]
+        with torch.no_grad():
+            entropy = -float((every.exp() * every).sum())
+        empty = torch.zeros(batch.targets.shape, dtype=chosen.dtype, device=chosen.device)
+        return empty.masked_scatter(batch.targets, chosen), entropy
+
+    def update(self, batches: Sequence[Batch], loss_function: LossFunction) -> dict[str, float]:
+        """One optimiser step over all micro-batches; their losses add up. Returns metrics of the step.
+
+        A NaN or infinite gradient skips the step: weights and optimiser state stay bit-identical, "skipped_steps" is
+        1. Raises NonFiniteGradients after ``max_skipped_steps`` of them in a row.
+        """
+        self.model.train()
+        loss, entropy, sums = 0.0, 0.0, TokenSums()
+        for batch in batches:
+            batch = batch.to(self.model.device)
+            logprobs, batch_entropy = self.logprobs(batch)
+            part, part_sums = loss_function(logprobs, batch)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss, entropy, sums = loss + float(part), entropy + batch_entropy, sums + part_sums
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.max_grad_norm))
+        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        rate = self._apply() if finite else 0.0
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self._count(finite)
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "skipped_steps": float(not finite),
+            "tokens": float(sums.tokens),
+            "entropy": entropy / max(1, sums.tokens),
+            **sums.metrics(),
+        }
+
+    def _apply(self) -> float:
+        plan = self.schedule
+        factor = lr_factor(plan.lr_scheduler, self.step, plan.warmup_steps, plan.steps, plan.min_lr_ratio)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = plan.learning_rate * factor
+            optimizer.step()
+        return plan.learning_rate * factor
+
+    def _count(self, finite: bool) -> None:
+        self.step += 1
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped >= self.schedule.max_skipped_steps:
+            raise NonFiniteGradients(
+                f"{self._skipped} optimiser steps in a row had NaN or infinite gradients; nothing was changed by them."
+                " Lower the learning rate and resume from the last checkpoint"
+            )
+
+    # ------------------------------------------------------------ what a checkpoint holds beside the weights
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "skipped": self._skipped,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; call `begin` with the same schedule first."""
+        self.step, self._skipped = state["step"], state["skipped"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
