@@ -20,7 +20,7 @@ from mgrpo.errors import ConfigError
 from mgrpo.types import StopReason, TrajectoryId
 
 
-def uniforms(seed: int, id: TrajectoryId, position: int, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def uniforms(seed: int, id: TrajectoryId, position: int, count: int) -> Any:
     """``count`` numbers in [0, 1) for the positions from ``position`` on, a pure function of (seed, id, position)."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{id}".encode(), digest_size=16).digest(), "little")
     bits = np.random.Philox(key=key).advance(position // 4)

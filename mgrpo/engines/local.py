@@ -56,5 +56,5 @@ class Settings(BaseModel, extra="forbid", frozen=True):
         from mgrpo.engines.decode import Decoder
         from mgrpo.engines.model import load_model
 
-        model = load_model(folder, getattr(torch, self.dtype), self.device)
+        model = load_model(folder, getattr(torch, self.dtype), self.device).requires_grad_(False)
         return Local(Decoder(model), self.max_batch)

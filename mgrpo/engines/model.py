@@ -19,7 +19,9 @@ WEIGHTS = "model.safetensors"
 def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The model in ``folder`` (a plain `save_pretrained` folder). Raises DataError that names the folder."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise DataError(f"model folder {folder}: no config.json there; give a folder written by save_pretrained")

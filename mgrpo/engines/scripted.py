@@ -64,7 +64,7 @@ class Settings(BaseModel, extra="forbid", frozen=True):
             raise ValueError('a scripted engine has either path = "replies.json" or function = "module:function"')
         return self
 
-    def build(self, encode: Encode) -> Scripted:
+    def build(self, encode: Encode, **_: Any) -> Scripted:
         """Raises ConfigError when the file or function is not there or is no script."""
         script = _from_file(Path(self.path)) if self.path is not None else _imported(self.function or "")
         return Scripted(script, encode)

@@ -19,13 +19,16 @@ STATE = "learner.pt"
 MANIFEST = "manifest.json"
 
 
-def save(policy: Policy, folder: Path) -> str:
-    """Write a checkpoint folder and return its checksum (sha256 of the weights). An existing one is replaced."""
+def save(policy: Policy, folder: Path, stage: str) -> str:
+    """Write a checkpoint folder and return its checksum (sha256 of the weights). An existing one is replaced.
+
+    ``stage`` names the stage whose optimiser state this is.
+    """
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     policy.model.save_pretrained(temporary)
-    torch.save(policy.state(), temporary / STATE)
+    torch.save({"stage": stage, **policy.state()}, temporary / STATE)
     sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
     (temporary / MANIFEST).write_text(json.dumps(sums, indent=1))
     for path in temporary.iterdir():
@@ -54,12 +57,16 @@ def verify(folder: Path, checksum: str | None = None) -> None:
         raise CheckpointError(f"{folder / WEIGHTS}: not the weights that the store published; restore them")
 
 
-def load(policy: Policy, folder: Path, checksum: str) -> None:
-    """Weights and optimiser state of a checkpoint into ``policy``, on which `begin` was called for its stage."""
+def load(policy: Policy, folder: Path, checksum: str, stage: str) -> None:
+    """Weights of a checkpoint into ``policy``, and the optimiser state too if it belongs to ``stage``.
+
+    Call ``policy.begin`` with the schedule of ``stage`` first; a checkpoint of an earlier stage leaves it fresh.
+    """
     verify(folder, checksum)
     load_weights(policy.model, folder)
     state: dict[str, Any] = torch.load(folder / STATE, weights_only=True)
-    policy.restore(state)
+    if state["stage"] == stage:
+        policy.restore(state)
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -39,18 +39,18 @@ class Schedule:
 
 
 class Policy:
-    """A model that learns. ``step`` counts the updates of the current stage, skipped ones too."""
+    """A model that learns, by one schedule after another."""
 
     def __init__(self, model: Any, temperature: float = 1.0) -> None:
         self.model = model
         self.temperature = temperature
-        self.step = 0
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._skipped = 0
 
     def begin(self, schedule: Schedule) -> None:
         """A fresh optimiser for a new stage."""
         self.schedule = schedule
-        self.step = self._skipped = 0
+        self._skipped = 0
         self.optimizers = make_optimizers(
             self.model, schedule.optimizer, schedule.learning_rate, schedule.adam_betas, schedule.weight_decay
         )
@@ -74,8 +74,8 @@ class Policy:
         empty = torch.zeros(batch.targets.shape, dtype=chosen.dtype, device=chosen.device)
         return empty.masked_scatter(batch.targets, chosen), entropy
 
-    def update(self, batches: Sequence[Batch], loss_function: LossFunction) -> dict[str, float]:
-        """One optimiser step over all micro-batches; their losses add up. Returns metrics of the step.
+    def update(self, batches: Sequence[Batch], loss_function: LossFunction, step: int) -> dict[str, float]:
+        """Optimiser step number ``step`` (from 0) of the schedule, over all micro-batches; their losses add up.
 
         A NaN or infinite gradient skips the step: weights and optimiser state stay bit-identical, "skipped_steps" is
         1. Raises NonFiniteGradients after ``max_skipped_steps`` of them in a row.
@@ -90,7 +90,7 @@ class Policy:
             loss, entropy, sums = loss + float(part), entropy + batch_entropy, sums + part_sums
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.max_grad_norm))
         finite = norm == norm and norm not in (float("inf"), float("-inf"))
-        rate = self._apply() if finite else 0.0
+        rate = self._apply(step) if finite else 0.0
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._count(finite)
@@ -104,9 +104,9 @@ class Policy:
             **sums.metrics(),
         }
 
-    def _apply(self) -> float:
+    def _apply(self, step: int) -> float:
         plan = self.schedule
-        factor = lr_factor(plan.lr_scheduler, self.step, plan.warmup_steps, plan.steps, plan.min_lr_ratio)
+        factor = lr_factor(plan.lr_scheduler, step, plan.warmup_steps, plan.steps, plan.min_lr_ratio)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate * factor
@@ -114,7 +114,6 @@ class Policy:
         return plan.learning_rate * factor
 
     def _count(self, finite: bool) -> None:
-        self.step += 1
         self._skipped = 0 if finite else self._skipped + 1
         if self._skipped >= self.schedule.max_skipped_steps:
             raise NonFiniteGradients(
@@ -125,14 +124,10 @@ class Policy:
     # ------------------------------------------------------------ what a checkpoint holds beside the weights
 
     def state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "skipped": self._skipped,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
+        return {"skipped": self._skipped, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; call `begin` with the same schedule first."""
-        self.step, self._skipped = state["step"], state["skipped"]
+        self._skipped = state["skipped"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -150,41 +150,24 @@ def test_committing_nothing_is_allowed(store: Store) -> None:
     assert store.committed() == 0
 
 
-def wrong_rollout() -> Group:
-    return replace(group(1), rollouts=(rollout(2, 0, 1),))
-
-
-def wrong_trajectory() -> Group:
-    return replace(group(1), rollouts=(replace(rollout(1, 0, 1), index=5),))
-
-
-def orphan() -> Group:
-    return replace(group(1), rollouts=(Rollout(1, 0, (trajectory(TrajectoryId(1, 0, "searcher", 0)),)),))
-
-
-def twin_rollouts() -> Group:
-    return replace(group(1), rollouts=(rollout(1, 0, 1), rollout(1, 0, 1)))
-
-
-def twin_trajectories() -> Group:
-    root = rollout(1, 0, 0).root
-    return replace(group(1), rollouts=(Rollout(1, 0, (root, root)),))
+ROOT = trajectory(TrajectoryId(1, 0, "planner", 0))
+ORPHAN = trajectory(TrajectoryId(1, 0, "searcher", 0))
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("rollouts", "message"),
     [
-        (wrong_rollout, "group 1 holds rollout 0 of group 2"),
-        (wrong_trajectory, "g1/r5 holds g1/r0/planner/0"),
-        (orphan, "the parent g1/r0/planner/0 of g1/r0/searcher/0 is not in its rollout"),
-        (twin_rollouts, "rollout indices of group 1 repeat: 0, 0"),
-        (twin_trajectories, "trajectory ids of g1/r0 repeat"),
+        ([rollout(2, 0, 1)], "group 1 holds rollout 0 of group 2"),
+        ([Rollout(1, 5, (ROOT,))], "g1/r5 holds g1/r0/planner/0"),
+        ([Rollout(1, 0, (ORPHAN,))], "the parent g1/r0/planner/0 of g1/r0/searcher/0 is not in its rollout"),
+        ([rollout(1, 0, 1), rollout(1, 0, 1)], "rollout indices of group 1 repeat: 0, 0"),
+        ([Rollout(1, 0, (ROOT, ROOT))], "trajectory ids of g1/r0 repeat"),
     ],
 )
 def test_a_group_that_does_not_fit_together_is_refused_whole(
-    store: Store, bad: Callable[[], Group], message: str
+    store: Store, rollouts: list[Rollout], message: str
 ) -> None:
-    groups = [group(0), bad()]
+    groups = [group(0), replace(group(1), rollouts=tuple(rollouts))]
     with pytest.raises(ValueError, match=message):
         store.commit(groups, rewards_of(*groups))
     assert store.counts() == Counts()

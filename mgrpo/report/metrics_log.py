@@ -1,0 +1,99 @@
+"""metrics.jsonl: one JSON object a line, flushed at once, never rewritten.
+
+::
+
+    {"kind": "stage",    "step": 0, "stage": "rl", "time": 1.7e9, "name": "rl", "steps": 80, "total_steps": 680}
+    {"kind": "collect",  "step": 3, "stage": "rl", "time": ..., "seconds": 1.1, "success": 0.31, "reward/planner": ...}
+    {"kind": "learn",    "step": 3, "stage": "rl", "time": ..., "agent": "planner", "version": 4, "loss": ...}
+    {"kind": "evaluate", "step": 3, "stage": "rl", "time": ..., "name": "dev", "success": 0.4}
+    {"kind": "alarm",    "step": 3, "stage": "rl", "time": ..., "name": "lazy_planner", "message": "..."}
+
+``time`` is in seconds since 1970. A number that is not finite is written as null: JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mgrpo.errors import DataError, RunFolderError
+
+FILE = "metrics.jsonl"
+Record = dict[str, Any]
+
+
+class MetricsLog:
+    """Appends to ``folder``/metrics.jsonl; a line that a killed run left unfinished is cut off first."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _cut_unfinished_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(f"{path}: cannot be written ({error}); choose another run folder") from error
+
+    def write(self, kind: str, step: int, stage: str, values: Mapping[str, Any]) -> None:
+        record = {"kind": kind, "step": step, "stage": stage, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(folder: Path) -> list[Record]:
+    """Every record of a run, in order of step and then of writing.
+
+    A step that was done again after a resume counts once: of the lines with equal (kind, step, agent or name) the last
+    stays. A last line that is still being written is left out. Raises RunFolderError where there is no file, DataError
+    naming the line that holds no record.
+    """
+    path = Path(folder) / FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunFolderError(f"{path}: not readable ({error}); is {folder} a run folder?") from error
+    last: dict[tuple[str, int, str], Record] = {}
+    for number, line in enumerate(lines[:-1], 1):
+        record = _record(line, f"{path}:{number}")
+        key = (record["kind"], record["step"], str(record.get("agent", record.get("name", ""))))
+        last.pop(key, None)  # a key keeps its first place in a dict, but this record's is at the end
+        last[key] = record
+    return sorted(last.values(), key=lambda record: int(record["step"]))
+
+
+def _record(line: bytes, where: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}); remove the line or restore the file") from error
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or type(record.get("step")) is not int:
+        raise DataError(f"{where}: not a metrics record (an object with kind and step); remove the line")
+    return record
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(0, position - 4096)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            position = start
+        file.truncate(0)

@@ -1,0 +1,86 @@
+"""A run folder: where everything of one run lies.
+
+::
+
+    config.toml        the resolved recipe          metrics.jsonl, summary.json, curves.png    report/
+    store.db           groups, rewards, versions    models/AGENT                               where training began
+    weights/AGENT/vN   checkpoints, newest few
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgrpo.config import Config, dump, load
+from mgrpo.config.registry import settings
+from mgrpo.errors import DataError, RunFolderError
+from mgrpo.store.base import RunInfo, Store
+from mgrpo.store.opening import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def store_file(self) -> Path:
+        return self.path / "store.db"
+
+    def weights(self, agent: str) -> Path:
+        return self.path / "weights" / agent
+
+    def begin(self, config: Config, resume: bool) -> Store:
+        """Make the folder, or go on with it. RunFolderError where it is used and ``resume`` is False, or not there."""
+        if self.config_file.exists():
+            if not resume:
+                raise RunFolderError(f"{self.path} holds a run already; add --resume to go on, or name another folder")
+            self._check_same(config)
+        elif resume:
+            raise RunFolderError(f"{self.path}: no run to resume there (no config.toml)")
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise RunFolderError(f"{self.path} is not empty and holds no run; name another folder")
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+        store = open_store(self.store_file, RunInfo(config.seed, config.model_dump(mode="json")))
+        self.config_file.write_text(dump(config), encoding="utf-8")
+        return store
+
+    def _check_same(self, config: Config) -> None:
+        before, now = load(self.config_file).model_dump(), config.model_dump()
+        changed = [key for key in now if key not in ("trackers", "threads") and before[key] != now[key]]
+        if changed:
+            raise RunFolderError(
+                f"{self.config_file}: the recipe differs from the run's in {', '.join(changed)};"
+                " resume with the recipe it began with"
+            )
+
+    def open(self) -> tuple[Config, Store]:
+        """An existing run, to read."""
+        if not self.config_file.is_file():
+            raise RunFolderError(f"{self.path}: no run there (no config.toml)")
+        return load(self.config_file), open_store(self.store_file)
+
+    def models(self, config: Config) -> dict[str, Path]:
+        """The folder of the model each agent starts from; tiny ones are written on the first call."""
+        return {name: self._model(config, index, name) for index, name in enumerate(config.agents)}
+
+    def _model(self, config: Config, index: int, name: str) -> Path:
+        model = config.agents[name].model
+        if isinstance(model, str):
+            if not Path(model).is_dir():
+                raise DataError(f"agents.{name}.model: no folder {model!r}; give a folder written by save_pretrained")
+            return Path(model)
+        folder = self.path / "models" / name
+        if not (folder / "config.json").is_file():
+            from mgrpo.agents.formats import FORMATS
+            from mgrpo.policy.tiny import write_tiny
+
+            words = settings("tasks", config.tasks, "tasks").vocabulary()
+            controls = FORMATS[config.agents[name].format].controls
+            write_tiny(folder, model, words, controls, seed=config.seed * 1000 + index)
+        return folder

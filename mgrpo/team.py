@@ -1,0 +1,146 @@
+"""A recipe and its models -> a team that acts. `Team.load(run).ask(question)` is the Python way to use a trained one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mgrpo.agents.chat import Chat
+from mgrpo.agents.delegate import Delegate
+from mgrpo.agents.formats import FORMATS
+from mgrpo.agents.loop import Agent, Limits
+from mgrpo.agents.rollout import Team as ActingTeam
+from mgrpo.agents.rollout import run_groups
+from mgrpo.agents.scheduler import Lockstep
+from mgrpo.config import AgentConfig, Config
+from mgrpo.config.registry import settings
+from mgrpo.engines.base import Engine, Sampling
+from mgrpo.engines.scripted import Scripted
+from mgrpo.errors import ConfigError, DataError
+from mgrpo.run import RunFolder
+from mgrpo.store.base import WeightVersion
+from mgrpo.tools.base import Tool
+from mgrpo.types import Rollout, Task
+
+
+class Team:
+    """One chat and one engine for every agent of a recipe."""
+
+    def __init__(self, config: Config, models: Mapping[str, Path]) -> None:
+        self.config = config
+        self.chats = {name: Chat(_tokenizer(models[name]), FORMATS[a.format]) for name, a in config.agents.items()}
+        self.engines: dict[str, Engine] = {
+            name: settings("engine", agent.engine, f"agents.{name}.engine").build(
+                folder=models[name], encode=self.chats[name].encode_reply
+            )
+            for name, agent in config.agents.items()
+        }
+        self._tools: dict[str, Tool] = {
+            name: settings("tool", table, f"tools.{name}").build() for name, table in config.tools.items()
+        }
+        self._loaded: dict[str, int] = dict.fromkeys(config.agents, -1)
+
+    @classmethod
+    def load(cls, run: str | Path, version: int | None = None) -> Team:
+        """The team of a run folder with its newest weights, or every agent at ``version``."""
+        folder = RunFolder(Path(run))
+        config, store = folder.open()
+        try:
+            team = cls(config, folder.models(config))
+            for name in config.agents:
+                published = [p.weights for p in store.publications(name)]
+                chosen = [w for w in published if version is None or w.version == version]
+                if published and not chosen:
+                    raise DataError(f"{run}: agent {name!r} has no version {version}")
+                if chosen:
+                    asyncio.run(team.serve(name, chosen[-1], folder.path))
+        finally:
+            store.close()
+        return team
+
+    async def serve(self, agent: str, weights: WeightVersion, folder: Path) -> None:
+        """Load published weights into the agent's engine, unless it serves them already."""
+        if self._loaded[agent] != weights.version:
+            await self.engines[agent].load(weights.version, str(folder / weights.handle))
+            self._loaded[agent] = weights.version
+
+    def acting(
+        self, seed: int, temperature: float | None = None, closed_book: bool = False, teacher: Any = None
+    ) -> ActingTeam:
+        """The team as rollouts need it.
+
+        ``temperature`` overrides the recipe's. ``closed_book`` takes every tool away: the planner answers at once.
+        ``teacher`` is a task source whose scripted teacher writes all turns.
+        """
+        config, limits = self.config, self.config.rollout
+        root = self._agent(config.planner, seed, temperature, teacher)
+        if closed_book:
+            root = replace(root, tools={}, limits=replace(root.limits, max_turns=0))
+        return ActingTeam(root, limits.max_depth, limits.max_calls, limits.rollout_timeout_s)
+
+    def ask(self, question: str, task: Task | None = None, temperature: float = 0.0, seed: int = 0) -> Rollout:
+        """One rollout on ``question``. ``task`` says in which world it is asked; default: the first test world."""
+        config = self.config
+        source = settings("tasks", config.tasks | config.evaluation.tasks, "evaluation.tasks").build(config.seed)
+        asked = replace(task or source.task(0), question=question, answer=None)
+        groups = asyncio.run(
+            run_groups([(0, asked)], self.acting(seed, temperature), 1, source.corpus, self.scheduler(), seed)
+        )
+        return groups[0].rollouts[0]
+
+    def scheduler(self) -> Lockstep:
+        return Lockstep(self.config.rollout.request_timeout_s)
+
+    def _agent(self, name: str, seed: int, temperature: float | None, teacher: Any) -> Agent:
+        config = self.config.agents[name]
+        tools = {}
+        for tool in config.tools:
+            if tool in self.config.agents:
+                tools[tool] = Delegate(self._agent(tool, seed, temperature, teacher), tool)
+            else:
+                tools[tool] = self._tools[tool]
+        engine = self.engines[name] if teacher is None else self._scripted(name, teacher, seed)
+        sampling = Sampling(config.temperature if temperature is None else temperature, seed=seed)
+        return Agent(name, self.chats[name], engine, tools, _limits(config), sampling, _prompt(config, name))
+
+    def _scripted(self, name: str, teacher: Any, seed: int) -> Engine:
+        if not hasattr(teacher, "teacher"):
+            raise ConfigError(f"tasks.type: {self.config.tasks['type']!r} has no scripted teacher; use collect = 'team'")
+        config = self.config.agents[name]
+        helpers = tuple(tool for tool in config.tools if tool in self.config.agents)
+        role = "searcher" if config.role == "subagent" else "planner" if helpers else "solo"
+        script = teacher.teacher(role, helpers, seed)
+        return Scripted(lambda request: script(request.id, request.messages), self.chats[name].encode_reply)
+
+
+def _limits(config: AgentConfig) -> Limits:
+    return Limits(
+        max_turns=config.max_turns,
+        max_tokens_per_turn=config.max_tokens_per_turn,
+        max_context=config.max_context,
+        max_parallel_tool_calls=config.max_parallel_tool_calls,
+        max_tool_response_tokens=config.max_tool_response_tokens,
+        truncate_side=config.tool_response_truncate_side,
+    )
+
+
+def _prompt(config: AgentConfig, name: str) -> str:
+    """The system prompt itself, or the text of the file that it names."""
+    if not config.prompt.endswith((".md", ".txt")):
+        return config.prompt
+    try:
+        return Path(config.prompt).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"agents.{name}.prompt: {config.prompt}: {error.strerror}") from error
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model folder {folder}: no tokenizer: {str(error).splitlines()[0]}") from error
