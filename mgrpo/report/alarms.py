@@ -1,6 +1,7 @@
 """What a person should look at: small rules over the metrics of the current stage.
 
-A rule is a pure function of the history so far. `AlarmBell` rings once per episode of trouble, not at every step.
+A rule is a pure function of the history so far and returns its alarm or None. `AlarmBell` rings once per episode of
+trouble, not at every step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Alarm:
     message: str
 
 
-def lazy_planner(collected: Sequence[Metrics]) -> list[Alarm]:
+def lazy_planner(collected: Sequence[Metrics]) -> Alarm | None:
     """The planner stops delegating, after which its sub-agents get no rows and never learn again.
 
     ``collected`` holds `rollout_metrics` of the stage's steps in order, of a team whose planner has sub-agents. Rings
@@ -34,49 +35,51 @@ def lazy_planner(collected: Sequence[Metrics]) -> list[Alarm]:
     """
     zero, calls = _recent(collected, "zero_call_fraction"), _recent(collected, "calls_per_rollout")
     start = _mean(_known(collected, "calls_per_rollout")[:WINDOW])
-    advice = "raise the reward for delegation that helps, warm the sub-agents up longer, or lower the learning rate"
+    advice = "warm the team up longer, weigh the sub-answer more, or lower the planner's learning rate"
     if zero is not None and zero > ZERO_CALLS:
         text = f"the planner delegates nothing in {zero:.0%} of rollouts; sub-agents without calls do not learn"
-        return [Alarm("lazy_planner", f"{text}: {advice}")]
+        return Alarm("lazy_planner", f"{text}: {advice}")
     if calls is not None and start is not None and calls < CALLS_LEFT * start:
         text = f"the planner makes {calls:.2f} calls per rollout, {start:.2f} at the start of the stage"
-        return [Alarm("lazy_planner", f"{text}: {advice}")]
-    return []
+        return Alarm("lazy_planner", f"{text}: {advice}")
+    return None
 
 
-def invalid_format(collected: Sequence[Metrics], agent: str) -> list[Alarm]:
+def invalid_format(collected: Sequence[Metrics], agent: str) -> Alarm | None:
     """An agent unlearns its call format: the share of invalid trajectories rose well above the stage's best."""
     shares = _known(collected, f"invalid_format/{agent}")
     means = [sum(shares[i : i + WINDOW]) / WINDOW for i in range(len(shares) - WINDOW + 1)]
     if not means or means[-1] <= min(means) + INVALID_RISE:
-        return []
-    text = f"{means[-1]:.0%} of {agent}'s trajectories have an invalid format, {min(means):.0%} before"
-    return [Alarm(f"invalid_format/{agent}", f"{text}: lower its learning rate or look at its turns")]
+        return None
+    text = f"{means[-1]:.0%} of {agent}'s trajectories have an invalid format, {min(means):.0%} at its best"
+    return Alarm(f"invalid_format/{agent}", f"{text}: lower its learning rate, and look at its turns")
 
 
-def skipped_steps(learned: Metrics, agent: str) -> list[Alarm]:
+def skipped_steps(learned: Metrics, agent: str) -> Alarm | None:
     """An optimiser step was skipped because its gradient was not finite."""
     if not learned.get("skipped_steps"):
-        return []
+        return None
     text = f"{agent} skipped an optimiser step: its gradient was NaN or infinite"
-    return [Alarm(f"skipped_steps/{agent}", f"{text}; if it goes on, lower its learning rate")]
+    return Alarm(f"skipped_steps/{agent}", f"{text}; if it happens again, lower its learning rate")
 
 
 @dataclass(slots=True)
 class AlarmBell:
-    """Remembers which troubles were announced; one ends after ``QUIET_CHECKS`` checks without it."""
+    """Remembers which troubles were announced; an episode ends after ``QUIET_CHECKS`` checks without it."""
 
     _quiet: dict[str, int] = field(default_factory=dict)
 
-    def ring(self, checked: str, found: Sequence[Alarm]) -> list[Alarm]:
-        """The alarms of ``found`` that are news. ``checked`` is the prefix of names that this check could have found."""
-        fresh = [alarm for alarm in found if alarm.name not in self._quiet]
-        for name in [name for name in self._quiet if name.startswith(checked)]:
+    def ring(self, name: str, found: Alarm | None) -> Alarm | None:
+        """``found`` if it is news. Call it with every outcome of the rule ``name``, None too: that ends episodes."""
+        if found is not None:
+            is_news = name not in self._quiet
+            self._quiet[name] = 0
+            return found if is_news else None
+        if name in self._quiet:
             self._quiet[name] += 1
             if self._quiet[name] >= QUIET_CHECKS:
                 del self._quiet[name]
-        self._quiet.update({alarm.name: 0 for alarm in found})
-        return fresh
+        return None
 
 
 def _recent(metrics: Sequence[Metrics], key: str) -> float | None:

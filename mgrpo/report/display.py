@@ -1,0 +1,168 @@
+"""The live panel on a terminal; short plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mgrpo.report.board import Board, Metrics
+from mgrpo.report.notation import duration, fixed, short, sparkline
+
+REFRESHES_PER_SECOND = 2  # a calm picture, and nothing the training would notice
+FIRST_INTERVAL_S, LAST_INTERVAL_S = 2.0, 60.0  # between plain lines; a long run is not a long log
+INTERVAL_SHARE = 0.02  # of the time since the start
+
+
+class Display:
+    """Shows the newest `Board`. A context manager; leaving it puts the terminal back."""
+
+    def __init__(
+        self, console: Console, board: Board, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._board = board
+        self._quiet = quiet
+        self._clock = clock
+        self._printed = float("-inf")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal and not self._quiet:
+            self._live = Live(
+                console=self._console,
+                get_renderable=lambda: panel(self._board, self._clock(), self._console.options.ascii_only),
+                refresh_per_second=REFRESHES_PER_SECOND,
+            )
+            self._live.start()
+            # A process that is killed cannot put a hidden cursor back.
+            self._console.show_cursor(True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, board: Board, always: bool = False) -> None:
+        """The panel follows ``board``. Elsewhere a line is printed when one is due, or always if ``always``."""
+        self._board = board
+        if self._live is not None or self._quiet:
+            return
+        now = self._clock()
+        interval = min(LAST_INTERVAL_S, max(FIRST_INTERVAL_S, INTERVAL_SHARE * (now - board.started)))
+        if always or now - self._printed >= interval:
+            self._printed = now
+            self.print(line(board, now))
+
+    def print(self, text: str, style: str = "") -> None:
+        """A line of its own, above the panel if there is one. Not read as markup."""
+        if not self._quiet:
+            self._console.print(Text(text, style=style), soft_wrap=True)
+
+
+# ---------------------------------------------------------------- one line
+
+
+def line(board: Board, now: float) -> str:
+    """``rl 12/80  success 0.31  reward planner 0.38 searcher 0.52  calls 1.90  12.3k tokens/s  left 1:12``"""
+    if board.work is not None:
+        return f"{board.work.what} {board.work.done}/{board.work.total}  left {duration(_work_left(board, now))}"
+    parts = [f"{board.stage} {board.done}/{board.steps}"]
+    if board.demonstrations:
+        parts += ["loss " + " ".join(f"{name} {fixed(m.get('loss'), 3)}" for name, m in board.agents.items())]
+    else:
+        rewards = [f"{name} {fixed(board.team.get(f'reward/{name}'))}" for name in _agents(board)]
+        parts += [f"success {fixed(board.team.get('success'))}", "reward " + " ".join(rewards)]
+        parts += [f"calls {fixed(board.team.get('calls_per_rollout'))}"]
+        parts += [f"{short(board.team.get('tokens_per_second'))} tokens/s"]
+    return "  ".join([*parts, f"left {duration(board.seconds_left(now))}"])
+
+
+# ---------------------------------------------------------------- the panel
+
+
+def panel(board: Board, now: float, ascii_only: bool = False) -> RenderableType:
+    """One screen, 80 columns or more: how far, how good, who learns what, and what is wrong."""
+    rows: list[RenderableType] = [_bars(board, now), Text(), _team(board, ascii_only), Text(), _agent_table(board)]
+    if board.evaluations:
+        scores = "   ".join(f"{name} {fixed(score)}" for name, score in board.evaluations.items())
+        rows += [Text(), Text(f"evaluated success   {scores}")]
+    for alarm in board.alarms:
+        rows.append(Text(f"! {alarm.message}", style="bold yellow"))
+    title = Text(f" {board.run} ", style="bold")
+    return Panel(Group(*rows), title=title, title_align="left", subtitle=f" {duration(now - board.started)} elapsed ")
+
+
+def _bars(board: Board, now: float) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=18, no_wrap=True)
+    table.add_column(width=28)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    left = f"{duration(board.seconds_left(now))} left"
+    table.add_row(*_bar(board.stage or "starting", board.done, board.steps), left)
+    overall = min(board.total_steps, board.first_step + board.done)
+    table.add_row(*_bar("all stages", overall, board.total_steps), "")
+    if board.work is not None:
+        work = board.work
+        table.add_row(*_bar(work.what, work.done, work.total), f"{duration(_work_left(board, now))} left")
+    return table
+
+
+def _bar(name: str, done: int, total: int) -> tuple[RenderableType, RenderableType, RenderableType]:
+    return Text(name), ProgressBar(total=max(1, total), completed=done, width=28), Text(f"{done}/{total}")
+
+
+def _work_left(board: Board, now: float) -> float | None:
+    work = board.work
+    return (now - work.started) / work.done * (work.total - work.done) if work is not None and work.done > 0 else None
+
+
+def _team(board: Board, ascii_only: bool) -> RenderableType:
+    team = board.team
+    text = Text("demonstrations  " if board.demonstrations else "")
+    text.append(f"success {fixed(team.get('success'))}", style="bold")
+    if not ascii_only and not board.demonstrations:
+        text.append(f"  {sparkline(board.successes)}", style="cyan")
+    text.append(f"   calls {fixed(team.get('calls_per_rollout'))}")
+    text.append(f"   {short(team.get('tokens_per_second'))} tokens/s")
+    return text
+
+
+def _agent_table(board: Board) -> Table:
+    shown = "loss" if board.demonstrations else "entropy"
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("agent", "v", "reward", "parts", shown):
+        table.add_column(name, justify="left" if name in ("agent", "parts") else "right")
+    for agent in _agents(board):
+        learned = board.agents.get(agent, {})
+        table.add_row(
+            Text(agent),
+            short(learned.get("version")),
+            fixed(board.team.get(f"reward/{agent}")),
+            Text(parts(board.team, agent)),
+            fixed(learned.get(shown), 3),
+        )
+    return table
+
+
+def parts(team: Metrics, agent: str) -> str:
+    """The means of an agent's reward parts: ``format 0.98 expert 0.71``."""
+    prefix = f"part/{agent}/"
+    return " ".join(f"{k.removeprefix(prefix)} {fixed(v)}" for k, v in team.items() if k.startswith(prefix))
+
+
+def _agents(board: Board) -> list[str]:
+    """Agents that acted or learned, those that learn first."""
+    acted = [key.removeprefix("reward/") for key in board.team if key.startswith("reward/")]
+    return list(dict.fromkeys([*board.agents, *acted]))

@@ -1,0 +1,153 @@
+"""The one object that training talks to; it tells the metrics log, the alarms, the display and the trackers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from mgrpo.config import Config, StageConfig
+from mgrpo.config.registry import settings
+from mgrpo.report import alarms
+from mgrpo.report.board import Board
+from mgrpo.report.display import Display
+from mgrpo.report.metrics import Rewards, rollout_metrics
+from mgrpo.report.metrics_log import MetricsLog, read_metrics
+from mgrpo.types import Group
+
+
+class Reporter:
+    """A context manager around a run. Steps count from 0 over the whole run, through all stages.
+
+    ``quiet`` shows nothing; metrics.jsonl and the trackers get everything all the same.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        console: Console | None = None,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._config, self._clock = folder, config, clock
+        self._board = Board(config.name, clock())
+        self._display = Display(console or Console(), self._board, quiet, clock)
+        self._bell = alarms.AlarmBell()
+        self._history: dict[int, Mapping[str, Any]] = {}  # collected metrics of this stage by step, in order
+        self._open = ExitStack()
+
+    def __enter__(self) -> Reporter:
+        with ExitStack() as stack:
+            self._log = MetricsLog(self._folder)
+            stack.callback(self._log.close)
+            self._trackers = []
+            for index, table in enumerate(self._config.trackers):
+                plan = settings("tracker", table, f"trackers.{index}")
+                tracker = plan.build(folder=self._folder, config=self._config)
+                stack.callback(tracker.close)
+                self._trackers.append(tracker)
+            stack.enter_context(self._display)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_stage()
+        self._open.__exit__(kind, error, trace)
+
+    # ------------------------------------------------------------ what training tells
+
+    def stage(self, name: str, steps: int, first_step: int, total_steps: int) -> None:
+        """Stage ``name`` begins (or goes on): ``steps`` of ``total_steps``, its first one is ``first_step``."""
+        self._end_stage()
+        self._history = self._collected_before(name, range(first_step, first_step + steps))
+        stage = self._stage_config(name)
+        demonstrations = stage is not None and stage.collect == "teacher"
+        self._board = self._board.staged(name, steps, first_step, total_steps, demonstrations, self._clock())
+        self._write("stage", first_step, {"name": name, "steps": steps, "total_steps": total_steps})
+        self._display.show(self._board)
+
+    def collected(self, step: int, groups: Sequence[Group], rewards: Rewards, seconds: float) -> None:
+        """The groups of ``step`` with their rewards; ``seconds`` is what collecting them took."""
+        metrics: dict[str, Any] = {"seconds": seconds, **rollout_metrics(groups, rewards)}
+        metrics["tokens_per_second"] = metrics["sampled_tokens"] / seconds if seconds > 0 else None
+        for later in [earlier for earlier in self._history if earlier >= step]:
+            del self._history[later]  # of a process that got further before this one resumed
+        self._history[step] = metrics
+        self._board = self._board.collected(step, metrics)
+        self._write("collect", step, metrics)
+        if not self._board.demonstrations:
+            self._watch(step)
+        self._display.show(self._board)
+
+    def learned(self, step: int, agent: str, version: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """``agent`` took the groups of ``step`` and has ``version`` now; ``metrics`` are those of its update."""
+        values = {"agent": agent, "version": version, "seconds": seconds, **metrics}
+        self._board = self._board.learned(step, agent, values)
+        self._write("learn", step, values)
+        self._ring(step, f"skipped_steps/{agent}", alarms.skipped_steps(metrics, agent))
+        self._display.show(self._board)
+
+    def evaluated(self, name: str, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Evaluation ``name`` ("before", "after", "dev") of the weights after ``step`` steps."""
+        self._board = self._board.evaluated(name, metrics)
+        self._write("evaluate", step, {"name": name, **metrics})
+        self._display.show(self._board)
+        known = "  ".join(f"{key} {value:.3g}" for key, value in metrics.items() if isinstance(value, int | float))
+        self._display.print(f"evaluated {name}: {known}")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Any other long work."""
+        self._board = self._board.worked(what, done, total, self._clock())
+        self._display.show(self._board)
+
+    def message(self, text: str) -> None:
+        self._display.print(text)
+
+    # ------------------------------------------------------------ where it goes
+
+    def _watch(self, step: int) -> None:
+        history, planner = list(self._history.values()), self._config.planner
+        if any(tool in self._config.agents for tool in self._config.agents[planner].tools):
+            self._ring(step, "lazy_planner", alarms.lazy_planner(history))
+        for agent in self._config.agents:
+            self._ring(step, f"invalid_format/{agent}", alarms.invalid_format(history, agent))
+
+    def _ring(self, step: int, name: str, found: alarms.Alarm | None) -> None:
+        alarm = self._bell.ring(name, found)
+        if alarm is None:
+            return
+        self._board = self._board.alarmed(alarm)
+        self._write("alarm", step, {"name": alarm.name, "message": alarm.message})
+        self._display.print(f"warning: step {step}: {alarm.message}", style="bold yellow")
+
+    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        self._log.write(kind, step, self._board.stage, values)
+        if kind in ("collect", "learn", "evaluate"):
+            prefix = "/".join(str(values[key]) for key in ("agent", "name") if key in values)
+            numbers = {
+                f"{kind}/{prefix}/{key}" if prefix else f"{kind}/{key}": float(value)
+                for key, value in values.items()
+                if isinstance(value, int | float)
+            }
+            for tracker in self._trackers:
+                tracker.log(step, numbers)
+
+    def _end_stage(self) -> None:
+        if self._board.stage and self._board.done > self._board.done_before:
+            self._display.show(self._board, always=True)
+
+    def _collected_before(self, stage: str, steps: range) -> dict[int, Mapping[str, Any]]:
+        """What earlier processes of this run collected in the stage, so that alarms know how it began."""
+        records = (record for record in read_metrics(self._folder) if record["kind"] == "collect")
+        return {record["step"]: record for record in records if record["stage"] == stage and record["step"] in steps}
+
+    def _stage_config(self, name: str) -> StageConfig | None:
+        return next((stage for stage in self._config.stages if stage.name == name), None)

@@ -1,0 +1,71 @@
+"""summary.json and the table that closes a run: before and after, on the same questions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mgrpo.report.notation import UNKNOWN, duration, fixed
+
+FILE = "summary.json"
+
+# key prefix -> what a newcomer reads; each has a value before and one after training
+_COMPARED: Mapping[str, str] = {
+    "success": "questions answered right, sampled like in training",
+    "greedy": "questions answered right, most likely words",
+    "sub_answer": "subtasks answered right by sub-agents",
+}
+
+
+def write_summary(folder: Path, values: Mapping[str, Any]) -> Path:
+    """Write ``folder``/summary.json: sorted keys, unknown as null; complete or not at all. Returns its path."""
+    path = Path(folder) / FILE
+    temporary = path.with_name(f".{FILE}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(dict(values), sort_keys=True, indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """What training changed. Keys that ``summary`` lacks are left out; unknown values are dashes."""
+    table = Table(title="What training changed", title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right")
+    for key, words in _COMPARED.items():
+        before, after = summary.get(f"{key}_before"), summary.get(f"{key}_after")
+        if before is not None or after is not None:
+            table.add_row(words, _percent(before), _percent(after), _change(before, after))
+    if "closed_book" in summary:
+        table.add_row("the same questions without any tool", "", _percent(summary["closed_book"]), "")
+    if "calls_per_rollout" in summary:
+        table.add_row("delegations per question", "", fixed(summary["calls_per_rollout"]), "")
+    console.print(table)
+    console.print(Text(_times(summary)), soft_wrap=True)
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.1f} %"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return UNKNOWN if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def _times(summary: Mapping[str, Any]) -> str:
+    parts = [f"{duration(summary.get('seconds'))} in all"]
+    for key, words in (("warmup_seconds", "warm-up"), ("rl_seconds", "reinforcement learning")):
+        if summary.get(key) is not None:
+            parts.append(f"{words} {duration(summary[key])}")
+    seed = f"; seed {summary['seed']}" if "seed" in summary else ""
+    return f"Time: {', '.join(parts)}{seed}"

@@ -1,0 +1,223 @@
+"""What the two loops of train.py stand on: one run's store, team, policies and reporter, and how they are resumed."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mgrpo.agents.rollout import Team as ActingTeam
+from mgrpo.algorithm.advantages import Advantages
+from mgrpo.config import Config, StageConfig
+from mgrpo.config.registry import settings
+from mgrpo.config.windows import Window, total_steps, windows
+from mgrpo.engines.model import load_model
+from mgrpo.evaluate import Evaluation, evaluate, evaluation_source
+from mgrpo.policy import checkpoint
+from mgrpo.policy.update import Policy, Schedule
+from mgrpo.report.reporter import Reporter
+from mgrpo.run import RunFolder
+from mgrpo.store.base import WeightVersion
+from mgrpo.store.waiting import wait
+from mgrpo.tasks.base import TaskSource
+from mgrpo.team import Team
+from mgrpo.types import Group, Reward, Row, Task, TrajectoryId
+
+
+class Session:
+    """One process's hold on a run. A context manager: whatever happens, the store and the display are closed."""
+
+    def __init__(self, config: Config, path: Path, resume: bool, reporter: Reporter | None = None) -> None:
+        self.config, self.folder, self.started = config, RunFolder(path), time.perf_counter()
+        self.store = self.folder.begin(config, resume)
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        models = self.folder.models(config)
+        self.team = Team(config, models)
+        self.reporter = reporter or Reporter(path, config)
+        self.policies = {
+            name: Policy(load_model(models[name]), agent.temperature)
+            for name, agent in config.agents.items()
+            if agent.trainable
+        }
+        self._stages: dict[str, str] = {}  # agent -> the stage its optimiser belongs to
+        self._source = lru_cache(None)(self._build_source)
+        self._shown_stage = ""
+        for agent in self.policies:
+            self._begin_agent(agent)
+
+    def __enter__(self) -> Session:
+        self.reporter.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.reporter.__exit__(kind, error, tb)
+        self.store.close()
+
+    # ------------------------------------------------------------ what is next
+
+    def windows(self, from_group: int) -> Iterator[Window]:
+        return windows(self.config, from_group)
+
+    def source(self, window: Window) -> TaskSource:
+        return self._source(window.stage_index)
+
+    def _build_source(self, stage_index: int) -> TaskSource:
+        table = self.config.tasks | self.config.stages[stage_index].tasks
+        source: TaskSource = settings("tasks", table, f"stages.{stage_index}.tasks").build(seed=self.config.seed)
+        return source
+
+    def task(self, source: TaskSource, group: int) -> Task:
+        """The task of a group: endless sources in order, finite ones shuffled anew in every epoch."""
+        epoch, position = divmod(group, len(source))
+        if len(source) > 1_000_000:
+            return source.task(position)
+        order = list(range(len(source)))
+        random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
+        return source.task(order[position])
+
+    async def wait_for_learners(self, window: Window | None) -> None:
+        """Until every learner has consumed all groups before ``window`` (None: every group there is)."""
+        first = self.store.committed() if window is None else window.first_group
+
+        def caught_up() -> bool | None:
+            return all(self.store.trained(agent) >= first for agent in self.policies) or None
+
+        what = f"the learners {', '.join(self.policies)} to have trained on all groups before {first}"
+        await wait(caught_up, what, self.config.store_timeout_s, longest_sleep=0.002)
+
+    async def team_of(self, window: Window) -> ActingTeam:
+        """Who acts in this window: the teacher, or the team with its newest weights. Evaluates where it is due."""
+        stage = window.stage
+        if stage.name != self._shown_stage:
+            self._shown_stage = stage.name
+            first = window.first_step - window.stage_step
+            self.reporter.stage(stage.name, stage.steps, first, total_steps(self.config))
+        if stage.collect == "teacher":
+            return self.team.acting(self.config.seed, teacher=self.source(window))
+        await self._serve_newest()
+        if window.stage_step == 0 and self._first_with_team(stage):
+            await self._evaluate_fully("before", window.first_step)
+        every = self.config.evaluation.every
+        if every and window.stage_step and window.stage_step % every == 0:
+            dev = await self._evaluate("dev", window.first_step, "dev_tasks", self.config.evaluation.dev_questions)
+            del dev
+        return self.team.acting(self.config.seed)
+
+    def _first_with_team(self, stage: StageConfig) -> bool:
+        return stage is next(s for s in self.config.stages if s.collect == "team")
+
+    async def _serve_newest(self) -> None:
+        for agent in self.policies:
+            if (weights := self.store.latest(agent)) is not None:
+                await self.team.serve(agent, weights, self.folder.path)
+
+    # ------------------------------------------------------------ one agent's weights
+
+    def pad_id(self, agent: str) -> int:
+        config = self.policies[agent].model.config
+        return int(config.pad_token_id or 0)
+
+    def _begin_agent(self, agent: str) -> None:
+        """Publish the initial weights as version 0, or take up the newest version."""
+        newest = self.store.latest(agent)
+        if newest is None:
+            self._save(agent, 0, -1, "")
+        else:
+            folder = self.folder.path / newest.handle
+            window = next(self.windows(self.store.trained(agent)), None)
+            if window is not None and agent in self.config.trained(window.stage):
+                self._begin_schedule(agent, window.stage)
+            checkpoint.load(self.policies[agent], folder, newest.checksum, self._stages.get(agent, ""))
+
+    def begin_stage(self, agent: str, window: Window) -> None:
+        if self._stages.get(agent) != window.stage.name:
+            self._begin_schedule(agent, window.stage)
+
+    def _begin_schedule(self, agent: str, stage: StageConfig) -> None:
+        plan = self.config.learner_for(agent, stage)
+        names = set(Schedule.__dataclass_fields__) - {"steps"}
+        self.policies[agent].begin(Schedule(steps=stage.steps, **{name: getattr(plan, name) for name in names}))
+        self._stages[agent] = stage.name
+
+    def publish(self, agent: str, window: Window, metrics: Mapping[str, float]) -> None:
+        """New weights, or the old ones where nothing was learned; the window's groups are consumed either way."""
+        newest = self.store.latest(agent)
+        assert newest is not None
+        step = window.first_step + window.stage.weight_sync_steps - 1
+        if metrics:
+            self._save(agent, newest.version + 1, step, window.stage.name, window.groups, metrics)
+            checkpoint.prune(self.folder.weights(agent), self.config.keep_versions)
+        else:
+            kept = WeightVersion(agent, newest.version, newest.handle, newest.checksum, step, window.stage.name)
+            self.store.publish(kept, window.groups, {})
+
+    def _save(
+        self,
+        agent: str,
+        version: int,
+        step: int,
+        stage: str,
+        consumed: range = range(0),
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        folder = self.folder.weights(agent) / f"v{version}"
+        checksum = checkpoint.save(self.policies[agent], folder, stage)
+        handle = str(folder.relative_to(self.folder.path))
+        self.store.publish(WeightVersion(agent, version, handle, checksum, step, stage), consumed, metrics)
+
+    # ------------------------------------------------------------ what is said about it
+
+    def collected(
+        self, window: Window, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward], seconds: float
+    ) -> None:
+        self.reporter.collected(window.first_step, groups, rewards, seconds)
+
+    def learned(self, step: int, agent: str, metrics: Mapping[str, float], seconds: float) -> None:
+        newest = self.store.latest(agent)
+        self.reporter.learned(step, agent, newest.version if newest else 0, metrics, seconds)
+
+    async def _evaluate(self, name: str, step: int, split: str, questions: int, **options: Any) -> Evaluation:
+        source = evaluation_source(self.team, split)
+        result = await evaluate(self.team, source, questions, seed=self.config.seed, **options)
+        self.reporter.evaluated(name, step, result.metrics)
+        return result
+
+    async def _evaluate_fully(self, when: str, step: int) -> None:
+        """The same test questions sampled and greedy, and the first few rollouts shown."""
+        plan = self.config.evaluation
+        sampled = await self._evaluate(when, step, "tasks", plan.questions)
+        await self._evaluate(f"{when}_greedy", step, "tasks", plan.questions, temperature=0.0)
+        if when == "after" and plan.closed_book:
+            await self._evaluate("closed_book", step, "tasks", plan.questions, closed_book=True)
+        for group in sampled.groups[: plan.examples]:
+            self.reporter.example(when, group, sampled.rewards)
+
+    async def evaluate_last(self) -> None:
+        if any(stage.collect == "team" for stage in self.config.stages):
+            await self._serve_newest()
+            await self._evaluate_fully("after", total_steps(self.config))
+
+    def finish(self) -> dict[str, Any]:
+        return self.reporter.finish(time.perf_counter() - self.started)
+
+
+def row_metrics(rows: Sequence[Row], compared: Advantages, teach: bool) -> dict[str, float]:
+    """How many rows there were and how they compared; rewards of demonstrations are not compared."""
+    metrics = {"rows": float(len(rows)), "row_weight": sum(row.weight for row in rows)}
+    if teach:
+        return metrics
+    stats = compared.stats
+    return metrics | {
+        "groups": float(stats.groups),
+        "zero_variance_groups": float(stats.zero_variance_groups),
+        "singleton_groups": float(stats.singleton_groups),
+        "reward_mean": stats.reward_mean or 0.0,
+        "reward_std": stats.reward_std or 0.0,
+    }

@@ -1,0 +1,112 @@
+"""The algorithm on one screen: two loops that meet at a store.
+
+::
+
+              tasks                                        rows of one agent
+    collect ---------> K rollouts each -> grades -> rewards -> store -> align -> compare -> update   learn(agent)
+       ^                                                         |                            |
+       '------------------------ newest weights <----------------'<---------- publish --------'
+
+    collect       consumes tasks and weights, produces groups;   waits until every learner has caught up
+    learn(agent)  consumes groups, produces weights;             waits until its next groups are committed
+
+Differences from textbook GRPO: sub-agents are compared with each other over all K rollouts of one question, each
+weighted d / d_k; each agent has its own loss, optimiser and weights; a group is consumed in the same transaction that
+publishes the weights trained on it. A warm-up is these same loops, with a scripted teacher acting and the sft loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from mgrpo.agents.rollout import run_groups
+from mgrpo.algorithm.advantages import advantages
+from mgrpo.algorithm.alignment import align
+from mgrpo.algorithm.loss import policy_loss, sft_loss, token_coefficients
+from mgrpo.algorithm.packing import pack
+from mgrpo.config import Config
+from mgrpo.config.windows import Window
+from mgrpo.evaluate import reward
+from mgrpo.policy.update import LossFunction, Policy
+from mgrpo.report.reporter import Reporter
+from mgrpo.session import Session, row_metrics
+from mgrpo.store.waiting import wait
+from mgrpo.types import Sample
+
+
+def train(config: Config, folder: str | Path, resume: bool = False, reporter: Reporter | None = None) -> dict[str, float]:
+    """Run every stage of ``config`` in ``folder`` and return the summary. ``resume`` goes on with a run that stopped."""
+    with Session(config, Path(folder), resume, reporter) as session:
+        gc.freeze()  # what lives as long as the run is not searched for garbage at every step
+        asyncio.run(_both_loops(session))
+        return session.finish()
+
+
+async def _both_loops(session: Session) -> None:
+    async with asyncio.TaskGroup() as loops:
+        loops.create_task(collect(session))
+        for agent in session.policies:
+            loops.create_task(learn(session, agent))
+
+
+async def collect(session: Session) -> None:
+    store, config = session.store, session.config
+    for window in session.windows(store.committed()):
+        await session.wait_for_learners(window)
+        team = await session.team_of(window)
+        source = session.source(window)
+        started = time.perf_counter()
+        tasks = [(group, session.task(source, group)) for group in window.groups]
+        k = config.num_generations(window.stage)
+        groups = await run_groups(tasks, team, k, source.corpus, session.team.scheduler(), config.seed)
+        rewards = await reward(session.team, source, groups)
+        store.commit(groups, rewards)
+        session.collected(window, groups, rewards, time.perf_counter() - started)
+    await session.wait_for_learners(None)
+    await session.evaluate_last()
+
+
+async def learn(session: Session, agent: str) -> None:
+    store, policy = session.store, session.policies[agent]
+    for window in session.windows(store.trained(agent)):
+        learns = agent in session.config.trained(window.stage)
+        take = partial(store.take, agent, window.first_group, len(window.groups))
+        groups = await wait(take, f"groups {window.groups} of {agent}", session.config.store_timeout_s)
+        metrics: dict[str, float] = {}
+        if learns:
+            session.begin_stage(agent, window)
+        for step, stage_step, ids in window.steps if learns else ():
+            samples = [s for group in groups[ids.start - window.first_group : ids.stop - window.first_group] for s in group]
+            started = time.perf_counter()
+            metrics = update(session, policy, agent, window, samples, step, stage_step)
+            session.learned(step, agent, metrics, time.perf_counter() - started)
+            await asyncio.sleep(0)
+        session.publish(agent, window, metrics)
+
+
+def update(
+    session: Session, policy: Policy, agent: str, window: Window, samples: list[Sample], step: int, stage_step: int
+) -> dict[str, float]:
+    """One optimiser step of one agent: align, compare, weigh, pack, descend. {} where there are no rows."""
+    mine = session.config.agents[agent]
+    plan = session.config.learner_for(agent, window.stage)
+    teach = window.stage.policy_loss == "sft"
+    mode = "none" if teach or mine.align is None else mine.align
+    rows = align(samples, mode, mine.trajectories_per_rollout, seed=session.config.seed, step=step)
+    if not rows:
+        return {}
+    compared = advantages(rows, plan.scale_rewards)
+    values = [1.0] * len(rows) if teach else list(compared.values)
+    coefficients = token_coefficients(rows, plan.loss_agg_mode)
+    batches = pack(rows, values, coefficients, plan.max_tokens_per_microbatch, session.pad_id(agent), not teach)
+    loss: LossFunction = sft_loss if teach else _clipped(plan.clip_ratio_low, plan.clip_ratio_high)
+    return row_metrics(rows, compared, teach) | policy.update(batches, loss, stage_step)
+
+
+def _clipped(low: float, high: float) -> Callable[..., object]:
+    return partial(policy_loss, clip_ratio_low=low, clip_ratio_high=high)
