@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from mgrpo.config import Config, dump, load
 from mgrpo.config.registry import settings
 from mgrpo.errors import DataError, RunFolderError
-from mgrpo.store.base import RunInfo, Store
+from mgrpo.store.base import RunInfo, Store, WeightVersion
 from mgrpo.store.opening import open_store
 
 
@@ -42,13 +43,14 @@ class RunFolder:
             self._check_same(config)
         elif resume:
             raise RunFolderError(f"{self.path}: no run to resume there (no config.toml)")
-        elif self.path.exists() and any(self.path.iterdir()):
+        elif self.path.exists() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise RunFolderError(f"{self.path} is not empty and holds no run; name another folder")
         else:
             self.path.mkdir(parents=True, exist_ok=True)
-        store = open_store(self.store_file, RunInfo(config.seed, config.model_dump(mode="json")))
-        self.config_file.write_text(dump(config), encoding="utf-8")
-        return store
+        temporary = self.path / ".config.toml.tmp"  # a run is there from the moment its whole config.toml is
+        temporary.write_text(dump(config), encoding="utf-8")
+        temporary.replace(self.config_file)
+        return open_store(self.store_file, RunInfo(config.seed, config.model_dump(mode="json")))
 
     def _check_same(self, config: Config) -> None:
         before, now = load(self.config_file).model_dump(), config.model_dump()
@@ -58,6 +60,15 @@ class RunFolder:
                 f"{self.config_file}: the recipe differs from the run's in {', '.join(changed)};"
                 " resume with the recipe it began with"
             )
+
+    def published(self, store: Store, agent: str, version: int | None = None) -> WeightVersion:
+        """The newest weights of a trained agent, or those of ``version``. Raises DataError where they are not there."""
+        every = {p.weights.version: p.weights for p in store.publications(agent)}
+        kept = [number for number, weights in every.items() if (self.path / weights.handle).is_dir()]
+        chosen = max(every, default=None) if version is None else version
+        if chosen is None or (chosen not in kept and version is not None):
+            raise DataError(f"{self.path}: no version {version} of {agent}; kept: {', '.join(map(str, kept)) or 'none'}")
+        return every[chosen]
 
     def open(self) -> tuple[Config, Store]:
         """An existing run, to read."""
@@ -72,8 +83,7 @@ class RunFolder:
     def _model(self, config: Config, index: int, name: str) -> Path:
         model = config.agents[name].model
         if isinstance(model, str):
-            if not Path(model).is_dir():
-                raise DataError(f"agents.{name}.model: no folder {model!r}; give a folder written by save_pretrained")
+            check_model_folder(model, f"agents.{name}.model")
             return Path(model)
         folder = self.path / "models" / name
         if not (folder / "config.json").is_file():
@@ -82,5 +92,16 @@ class RunFolder:
 
             words = settings("tasks", config.tasks, "tasks").vocabulary()
             controls = FORMATS[config.agents[name].format].controls
-            write_tiny(folder, model, words, controls, seed=config.seed * 1000 + index)
+            temporary = folder.with_name(f".{name}.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            write_tiny(temporary, model, words, controls, seed=config.seed * 1000 + index)
+            temporary.rename(folder)
         return folder
+
+
+def check_model_folder(folder: str | Path, where: str) -> None:
+    """Raise DataError that names the key ``where`` unless ``folder`` holds a model."""
+    if not Path(folder).is_dir():
+        raise DataError(f"{where}: no folder {str(folder)!r}; give a folder written by save_pretrained")
+    if not (Path(folder) / "config.json").is_file():
+        raise DataError(f"{where}: {folder} holds no config.json; give a folder written by save_pretrained")

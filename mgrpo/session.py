@@ -27,7 +27,7 @@ from mgrpo.run import RunFolder
 from mgrpo.store.base import WeightVersion
 from mgrpo.store.waiting import wait
 from mgrpo.tasks.base import TaskSource
-from mgrpo.team import Team
+from mgrpo.team import Team, check_parts
 from mgrpo.types import Group, Reward, Row, Task, TrajectoryId
 
 
@@ -36,6 +36,7 @@ class Session:
 
     def __init__(self, config: Config, path: Path, resume: bool, reporter: Reporter | None = None) -> None:
         self.config, self.folder, self.started = config, RunFolder(path), time.perf_counter()
+        check_parts(config)
         self.store = self.folder.begin(config, resume)
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         models = self.folder.models(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,14 @@ from mgrpo.agents.loop import Agent, Limits
 from mgrpo.agents.rollout import Team as ActingTeam
 from mgrpo.agents.rollout import run_groups
 from mgrpo.agents.scheduler import Lockstep
-from mgrpo.config import AgentConfig, Config
-from mgrpo.config.registry import settings
+from mgrpo.config import AgentConfig, Config, TinyModel
+from mgrpo.config.registry import load_object, settings
 from mgrpo.engines.base import Engine, Sampling
 from mgrpo.engines.scripted import Scripted
 from mgrpo.errors import ConfigError, DataError
-from mgrpo.run import RunFolder
+from mgrpo.run import RunFolder, check_model_folder
 from mgrpo.store.base import WeightVersion
+from mgrpo.tasks.base import TaskSource
 from mgrpo.tools.base import Tool
 from mgrpo.types import Rollout, Task
 
@@ -31,32 +33,34 @@ class Team:
 
     def __init__(self, config: Config, models: Mapping[str, Path]) -> None:
         self.config = config
-        self.chats = {name: Chat(_tokenizer(models[name]), FORMATS[a.format]) for name, a in config.agents.items()}
+        self.chats = {name: Chat(tokenizer_of(models[name]), FORMATS[a.format]) for name, a in config.agents.items()}
         self.engines: dict[str, Engine] = {
             name: settings("engine", agent.engine, f"agents.{name}.engine").build(
                 folder=models[name], encode=self.chats[name].encode_reply
             )
             for name, agent in config.agents.items()
         }
-        self._tools: dict[str, Tool] = {
-            name: settings("tool", table, f"tools.{name}").build() for name, table in config.tools.items()
-        }
+        self._tools = tools_of(config)
+        self._prompts = {name: _prompt(agent, name) for name, agent in config.agents.items()}
         self._loaded: dict[str, int] = dict.fromkeys(config.agents, -1)
 
     @classmethod
     def load(cls, run: str | Path, version: int | None = None) -> Team:
-        """The team of a run folder with its newest weights, or every agent at ``version``."""
+        """The team of a run folder with its newest weights, or every trained agent at ``version``.
+
+        Raises RunFolderError, DataError for a version that is not kept, CheckpointError for a damaged one.
+        """
+        from mgrpo.policy.checkpoint import verify
+
         folder = RunFolder(Path(run))
         config, store = folder.open()
         try:
             team = cls(config, folder.models(config))
-            for name in config.agents:
-                published = [p.weights for p in store.publications(name)]
-                chosen = [w for w in published if version is None or w.version == version]
-                if published and not chosen:
-                    raise DataError(f"{run}: agent {name!r} has no version {version}")
-                if chosen:
-                    asyncio.run(team.serve(name, chosen[-1], folder.path))
+            for name, agent in config.agents.items():
+                if agent.trainable:
+                    weights = folder.published(store, name, version)
+                    verify(folder.path / weights.handle, weights.checksum)
+                    asyncio.run(team.serve(name, weights, folder.path))
         finally:
             store.close()
         return team
@@ -82,14 +86,36 @@ class Team:
         return ActingTeam(root, limits.max_depth, limits.max_calls, limits.rollout_timeout_s)
 
     def ask(self, question: str, task: Task | None = None, temperature: float = 0.0, seed: int = 0) -> Rollout:
-        """One rollout on ``question``. ``task`` says in which world it is asked; default: the first test world."""
+        """One rollout on ``question``. ``task`` says in which world it is asked; default: the first test world.
+
+        Raises DataError where the question cannot be asked there, see `obstacle`.
+        """
         config = self.config
-        source = settings("tasks", config.tasks | config.evaluation.tasks, "evaluation.tasks").build(config.seed)
+        source = settings("tasks", config.tasks | config.evaluation.tasks, "evaluation.tasks").build(seed=config.seed)
         asked = replace(task or source.task(0), question=question, answer=None)
+        if obstacle := self.obstacle(question, asked, source):
+            raise DataError(f"{obstacle}; ask for instance: {' '.join(examples(asked, source))}")
         groups = asyncio.run(
             run_groups([(0, asked)], self.acting(seed, temperature), 1, source.corpus, self.scheduler(), seed)
         )
         return groups[0].rollouts[0]
+
+    def obstacle(self, question: str, task: Task, source: TaskSource) -> str | None:
+        """Why ``question`` cannot be asked in the world of ``task``; None where it can.
+
+        Only models with a closed vocabulary are limited: to its words, and to what their world can answer.
+        """
+        if not isinstance(self.config.agents[self.config.planner].model, TinyModel):
+            return None
+        chat = self.chats[self.config.planner]
+        words = re.findall(r"\w+|[^\w\s]", question)
+        unknown = [word for word in words if chat.decode(chat.encode(word)) != word]
+        if unknown or not words:
+            return f"the models have no word for {', '.join(unknown)}" if unknown else "the question is empty"
+        gold = getattr(source, "gold", None)
+        if gold is not None and gold(task, question) is None:
+            return f"no page of the web of task {task.id} answers {question!r}"
+        return None
 
     def scheduler(self) -> Lockstep:
         return Lockstep(self.config.rollout.request_timeout_s)
@@ -104,7 +130,7 @@ class Team:
                 tools[tool] = self._tools[tool]
         engine = self.engines[name] if teacher is None else self._scripted(name, teacher, seed)
         sampling = Sampling(config.temperature if temperature is None else temperature, seed=seed)
-        return Agent(name, self.chats[name], engine, tools, _limits(config), sampling, _prompt(config, name))
+        return Agent(name, self.chats[name], engine, tools, _limits(config), sampling, self._prompts[name])
 
     def _scripted(self, name: str, teacher: Any, seed: int) -> Engine:
         if not hasattr(teacher, "teacher"):
@@ -114,6 +140,47 @@ class Team:
         role = "searcher" if config.role == "subagent" else "planner" if helpers else "solo"
         script = teacher.teacher(role, helpers, seed)
         return Scripted(lambda request: script(request.id, request.messages), self.chats[name].encode_reply)
+
+
+def examples(task: Task, source: TaskSource, count: int = 3) -> list[str]:
+    """Questions that can be asked in the world of ``task``, or the first ones of a source that has no worlds."""
+    like = getattr(source, "like", None)
+    tasks = like(task, count) if like is not None else map(source.task, range(min(count, len(source))))
+    return [example.question for example in tasks]
+
+
+def tools_of(config: Config) -> dict[str, Tool]:
+    """The tools of a recipe by name. Raises ConfigError for a user's object that is no tool."""
+    tools: dict[str, Tool] = {}
+    for name, table in config.tools.items():
+        tool, where = settings("tool", table, f"tools.{name}").build(), f"tools.{name}.type: {table['type']}"
+        missing = [part for part in ("name", "description", "parameters", "__call__") if not hasattr(tool, part)]
+        if missing:
+            raise ConfigError(f"{where} gives no tool: it lacks {', '.join(missing)} (see docs/guides/your-own-parts.md)")
+        if tool.name != name:
+            raise ConfigError(f"{where} gives a tool called {tool.name!r}, which is what the model reads; use that name")
+        tools[name] = tool
+    return tools
+
+
+def check_parts(config: Config) -> None:
+    """Make every part of a recipe that needs no run folder, so that what is wrong with one is found before a run begins.
+
+    Raises ConfigError or DataError naming the key or the file.
+    """
+    tools_of(config)
+    for index, stage in enumerate(config.stages):
+        settings("tasks", config.tasks | stage.tasks, f"stages.{index}.tasks").build(seed=config.seed)
+    for key in ("tasks", "dev_tasks"):
+        table = config.tasks | getattr(config.evaluation, key)
+        settings("tasks", table, f"evaluation.{key}").build(seed=config.seed)
+    if config.reward:
+        load_object(config.reward, "reward")
+    for name, agent in config.agents.items():
+        _prompt(agent, name)
+        if isinstance(agent.model, str):
+            check_model_folder(agent.model, f"agents.{name}.model")
+            Chat(tokenizer_of(Path(agent.model)), FORMATS[agent.format])
 
 
 def _limits(config: AgentConfig) -> Limits:
@@ -137,7 +204,8 @@ def _prompt(config: AgentConfig, name: str) -> str:
         raise ConfigError(f"agents.{name}.prompt: {config.prompt}: {error.strerror}") from error
 
 
-def _tokenizer(folder: Path) -> Any:
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer in a model folder. Raises DataError naming the folder."""
     from transformers import AutoTokenizer
 
     try:

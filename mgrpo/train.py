@@ -83,8 +83,9 @@ async def learn(session: Session, agent: str) -> None:
         for step, stage_step, ids in window.steps if learns else ():
             samples = [s for group in groups[ids.start - window.first_group : ids.stop - window.first_group] for s in group]
             started = time.perf_counter()
-            metrics = update(session, policy, agent, window, samples, step, stage_step)
-            session.learned(step, agent, metrics, time.perf_counter() - started)
+            found = update(session, policy, agent, window, samples, step, stage_step)
+            session.learned(step, agent, found, time.perf_counter() - started)
+            metrics = found or metrics  # weights that moved are published, whichever step of the window moved them
             await asyncio.sleep(0)
         session.publish(agent, window, metrics)
 

@@ -41,6 +41,9 @@ def write_tiny(folder: Path, settings: TinyModel, words: Sequence[str], controls
     """Write tokenizer and randomly initialised weights (a pure function of ``settings``, words and ``seed``)."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     tokenizer = create_tokenizer(words, controls)
     config = Qwen3Config(

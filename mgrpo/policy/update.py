@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,16 +81,15 @@ class Policy:
         A NaN or infinite gradient skips the step: weights and optimiser state stay bit-identical, "skipped_steps" is
         1. Raises NonFiniteGradients after ``max_skipped_steps`` of them in a row.
         """
-        self.model.train()
         loss, entropy, sums = 0.0, 0.0, TokenSums()
         for batch in batches:
             batch = batch.to(self.model.device)
             logprobs, batch_entropy = self.logprobs(batch)
             part, part_sums = loss_function(logprobs, batch)
             part.backward()  # type: ignore[no-untyped-call]
-            loss, entropy, sums = loss + float(part), entropy + batch_entropy, sums + part_sums
+            loss, entropy, sums = loss + float(part.detach()), entropy + batch_entropy, sums + part_sums
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.max_grad_norm))
-        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        finite = math.isfinite(norm)
         rate = self._apply(step) if finite else 0.0
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)

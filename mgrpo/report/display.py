@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from mgrpo.report.board import Board, Metrics
 from mgrpo.report.notation import duration, fixed, short, sparkline
+from mgrpo.report.summary import print_summary
 
 REFRESHES_PER_SECOND = 2  # a calm picture, and nothing the training would notice
 FIRST_INTERVAL_S, LAST_INTERVAL_S = 2.0, 60.0  # between plain lines; a long run is not a long log
@@ -68,6 +70,11 @@ class Display:
         """A line of its own, above the panel if there is one. Not read as markup."""
         if not self._quiet:
             self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """The closing table."""
+        if not self._quiet:
+            print_summary(self._console, summary)
 
 
 # ---------------------------------------------------------------- one line

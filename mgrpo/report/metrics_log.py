@@ -2,7 +2,8 @@
 
 ::
 
-    {"kind": "stage",    "step": 0, "stage": "rl", "time": 1.7e9, "name": "rl", "steps": 80, "total_steps": 680}
+    {"kind": "stage",    "step": 0, "stage": "rl", "time": 1.7e9, "name": "rl", "steps": 80, "total_steps": 80,
+     "demonstrations": false}
     {"kind": "collect",  "step": 3, "stage": "rl", "time": ..., "seconds": 1.1, "success": 0.31, "reward/planner": ...}
     {"kind": "learn",    "step": 3, "stage": "rl", "time": ..., "agent": "planner", "version": 4, "loss": ...}
     {"kind": "evaluate", "step": 3, "stage": "rl", "time": ..., "name": "dev", "success": 0.4}

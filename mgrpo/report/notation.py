@@ -24,10 +24,10 @@ def short(value: float | None) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """Bytes in powers of 1024: ``3.2 MiB``."""
+    """Bytes in powers of 1024: ``3.2 MiB``, ``32 MiB``."""
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if n_bytes >= limit:
-            return f"{n_bytes / limit:.1f} {unit}"
+            return f"{n_bytes / limit:.1f} {unit}" if n_bytes < 10 * limit else f"{n_bytes / limit:.0f} {unit}"
     return f"{n_bytes:.0f} B"
 
 

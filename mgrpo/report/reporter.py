@@ -15,9 +15,12 @@ from mgrpo.config import Config, StageConfig
 from mgrpo.config.registry import settings
 from mgrpo.report import alarms
 from mgrpo.report.board import Board
+from mgrpo.report.curves import draw_curves
 from mgrpo.report.display import Display
 from mgrpo.report.metrics import Rewards, rollout_metrics
 from mgrpo.report.metrics_log import MetricsLog, read_metrics
+from mgrpo.report.summary import summary_of, write_summary
+from mgrpo.report.tree import rollout_text
 from mgrpo.types import Group
 
 
@@ -71,7 +74,8 @@ class Reporter:
         stage = self._stage_config(name)
         demonstrations = stage is not None and stage.collect == "teacher"
         self._board = self._board.staged(name, steps, first_step, total_steps, demonstrations, self._clock())
-        self._write("stage", first_step, {"name": name, "steps": steps, "total_steps": total_steps})
+        values = {"name": name, "steps": steps, "total_steps": total_steps, "demonstrations": demonstrations}
+        self._write("stage", first_step, values)
         self._display.show(self._board)
 
     def collected(self, step: int, groups: Sequence[Group], rewards: Rewards, seconds: float) -> None:
@@ -110,6 +114,20 @@ class Reporter:
 
     def message(self, text: str) -> None:
         self._display.print(text)
+
+    def example(self, when: str, group: Group, rewards: Rewards) -> None:
+        """One rollout of ``group`` as a tree, ``when`` being "before" or "after" training."""
+        text = rollout_text(group.rollouts[0], rewards, group.task)
+        self._display.print(f"\nexample {when} training\n{text}")
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        """Write summary.json and curves.png, show the summary, and return it. ``seconds`` is this process's time."""
+        self._end_stage()
+        summary = summary_of(read_metrics(self._folder), self._config, seconds)
+        write_summary(self._folder, summary)
+        self._display.print(f"curves: {draw_curves(self._folder)}")
+        self._display.show_summary(summary)
+        return summary
 
     # ------------------------------------------------------------ where it goes
 

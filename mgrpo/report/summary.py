@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mgrpo.config import Config
 from mgrpo.report.notation import UNKNOWN, duration, fixed
 
 FILE = "summary.json"
@@ -22,6 +23,39 @@ _COMPARED: Mapping[str, str] = {
     "greedy": "questions answered right, most likely words",
     "sub_answer": "subtasks answered right by sub-agents",
 }
+
+
+def summary_of(records: Sequence[Mapping[str, Any]], config: Config, seconds: float) -> dict[str, Any]:
+    """The numbers of a run, from its metrics. ``seconds`` is the wall-clock time of the process that finished it.
+
+    ``warmup_seconds`` and ``rl_seconds`` add up collecting and learning over every process that worked on the run;
+    evaluation is in neither. What was not evaluated is None.
+    """
+    evaluations = {r["name"]: r for r in records if r["kind"] == "evaluate"}
+    taught = {stage.name for stage in config.stages if stage.collect == "teacher"}
+    spent = {True: 0.0, False: 0.0}
+    for record in records:
+        if record["kind"] in ("collect", "learn"):
+            spent[record["stage"] in taught] += record["seconds"] or 0.0
+
+    def value(name: str, key: str) -> Any:
+        return evaluations.get(name, {}).get(key)
+
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "seconds": seconds,
+        "warmup_seconds": spent[True],
+        "rl_seconds": spent[False],
+        "success_before": value("before", "success"),
+        "success_after": value("after", "success"),
+        "greedy_before": value("before_greedy", "success"),
+        "greedy_after": value("after_greedy", "success"),
+        "sub_answer_before": value("before", "sub_answer"),
+        "sub_answer_after": value("after", "sub_answer"),
+        "closed_book": value("closed_book", "success"),
+        "calls_per_rollout": value("after", "calls_per_rollout"),
+    }
 
 
 def write_summary(folder: Path, values: Mapping[str, Any]) -> Path:

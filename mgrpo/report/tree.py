@@ -2,12 +2,12 @@
 
 ::
 
-    g5/r2  What is the capital of Zubora ?                    gold: Merova
-    `-- planner/0  reward 1.00 (format 1 correct 1)  answer: Merova
+    g5/r2  What is the capital of Zubora ?  gold: Merova
+    `-- planner/0  reward 1.00 (format 1  correct 1)  answer: Merova
         |-- turn 0  -> searcher: capital Zubora
-        |   `-- searcher/0  reward 1.00 (format 1 correct_main 1 expert 1)  answer: Merova
+        |   `-- searcher/0  reward 1.00 (format 1  correct_main 1  expert 1)  answer: Merova
         |       |-- turn 0  -> search: capital Zubora
-        |       |          <- Zubora p12 ...
+        |       |   `-- <- Zubora p12 ...
         |       `-- turn 1  answer: Merova
         `-- turn 1  answer: Merova
 
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from mgrpo.report.notation import fixed
+from mgrpo.report.notation import fixed, short
 from mgrpo.types import Reward, Rollout, Task, ToolCall, ToolResult, Trajectory, TrajectoryId, Turn
 
 SHOWN = 160  # characters of one text
@@ -71,10 +71,16 @@ def _add(parent: Tree, trajectory: Trajectory, rollout: Rollout, rewards: Reward
         node.add(Text(f"context: {clean(trajectory.context)}", style="dim"))
     children = {(c.parent.turn, c.parent.call): c for c in rollout.children(trajectory.id) if c.parent is not None}
     for index, turn in enumerate(trajectory.turns):
-        branch = node.add(_said(index, turn))
+        said, single = _said(index, turn), len(turn.reply.calls) == 1
+        branch = node.add(said.append("  ").append(_called(turn.reply.calls[0])) if single else said)
         for number, call in enumerate(turn.reply.calls):
+            below = branch if single else branch.add(_called(call))
+            child = children.pop((index, number), None)
+            if child is not None:
+                _add(below, child, rollout, rewards)
             result = turn.results[number] if number < len(turn.results) else None
-            _add_call(branch, call, result, children.pop((index, number), None), rollout, rewards)
+            if result is not None and (child is None or result.error or result.failure):
+                below.add(_result(result))
         if not turn.reply.calls:
             for result in turn.results:
                 branch.add(_result(result))
@@ -84,26 +90,15 @@ def _add(parent: Tree, trajectory: Trajectory, rollout: Rollout, rewards: Reward
         node.add(_failed(trajectory.failure.kind, trajectory.failure.message))
 
 
-def _add_call(
-    branch: Tree,
-    call: ToolCall,
-    result: ToolResult | None,
-    child: Trajectory | None,
-    rollout: Rollout,
-    rewards: Rewards,
-) -> None:
+def _called(call: ToolCall) -> Text:
     arguments = "  ".join(clean(str(value)) for value in call.arguments.values())
-    node = branch.add(Text.assemble("-> ", (clean(call.name), "cyan"), f": {arguments}"))
-    if child is not None:
-        _add(node, child, rollout, rewards)
-    if result is not None and (child is None or result.error or result.failure):
-        node.add(_result(result))
+    return Text.assemble("-> ", (clean(call.name), "cyan"), f": {arguments}")
 
 
 def _head(trajectory: Trajectory, reward: Reward | None) -> Text:
     text = Text(f"{trajectory.id.agent}/{trajectory.id.invocation}", style="bold cyan")
     if reward is not None:
-        parts = "  ".join(f"{name} {fixed(value)}" for name, value in reward.parts.items())
+        parts = "  ".join(f"{name} {short(value)}" for name, value in reward.parts.items())
         text.append(f"  reward {fixed(reward.value)}", style="bold magenta")
         text.append(f" ({parts})" if parts else "", style="magenta")
         if reward.value is None and reward.cause:

@@ -15,7 +15,16 @@ from mgrpo.tasks.grading import gaia_score
 from mgrpo.types import Corpus, Grade, Task, Trajectory
 from mgrpo.worlds.names import Split
 from mgrpo.worlds.pages import corpus_of
-from mgrpo.worlds.questions import FAMILIES_OOD, Family, Question, draw, gold_of_subtask, write_subtask
+from mgrpo.worlds.questions import (
+    FAMILIES_OOD,
+    Family,
+    Question,
+    draw,
+    gold_of_subtask,
+    parse_question,
+    solve,
+    write_subtask,
+)
 from mgrpo.worlds.teacher import Noise, Role, Teacher
 from mgrpo.worlds.vocabulary import vocabulary
 from mgrpo.worlds.world import World, WorldConfig, build_world
@@ -120,6 +129,17 @@ class WorldSource:
 
     def corpus(self, task: Task) -> Corpus:
         return self._corpus(str(task.info["world"]))
+
+    def gold(self, task: Task, question: str) -> str | None:
+        """The answer to any question about the world of ``task``; None where the world has none."""
+        plan = parse_question(question)
+        return None if plan is None else solve(self._world(str(task.info["world"])), plan).answer
+
+    def like(self, task: Task, count: int) -> list[Task]:
+        """``count`` other questions about the world of ``task``."""
+        world, rng = self._world(str(task.info["world"])), random.Random(f"like/{task.id}")
+        families = rng.choices(self._families, self._weights, k=count)
+        return [_task(f"{task.id}-like-{i}", draw(world, family, rng), world) for i, family in enumerate(families)]
 
     async def grade(self, task: Task, trajectory: Trajectory) -> Grade:
         """GAIA rules for the root and, for a child, against the gold sub-answer.

@@ -1,0 +1,128 @@
+"""metrics.jsonl and summary.json on disk."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mgrpo.errors import DataError, RunFolderError
+from mgrpo.report.metrics_log import FILE, MetricsLog, read_metrics
+from mgrpo.report.summary import print_summary, write_summary
+
+
+def test_lines_are_there_at_once_and_say_what_they_are(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "run")
+    log.write("learn", 3, "rl", {"agent": "planner", "loss": 0.5})
+    record = json.loads((tmp_path / "run" / FILE).read_text())
+    assert record.pop("time") > 1.7e9
+    assert record == {"kind": "learn", "step": 3, "stage": "rl", "agent": "planner", "loss": 0.5}
+    log.close()
+
+
+def test_a_step_done_again_counts_once_by_kind_step_and_agent(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for step in (0, 1, 2):
+        log.write("collect", step, "rl", {"success": 0.1})
+        for agent in ("planner", "searcher"):
+            log.write("learn", step, "rl", {"agent": agent, "loss": 1.0})
+    log.close()
+    resumed = MetricsLog(tmp_path)
+    resumed.write("collect", 1, "rl", {"success": 0.2})
+    resumed.write("learn", 1, "rl", {"agent": "planner", "loss": 2.0})
+    resumed.close()
+    records = read_metrics(tmp_path)
+    assert [r["success"] for r in records if r["kind"] == "collect"] == [0.1, 0.2, 0.1]
+    learned = [(r["step"], r["agent"], r["loss"]) for r in records if r["kind"] == "learn" and r["step"] == 1]
+    assert sorted(learned) == [(1, "planner", 2.0), (1, "searcher", 1.0)]
+    assert [r["step"] for r in records] == sorted(r["step"] for r in records)
+
+
+def test_a_line_cut_by_a_kill_is_ignored_and_then_removed(tmp_path: Path) -> None:
+    whole = '{"kind": "collect", "step": 0, "success": 0.5}\n'
+    (tmp_path / FILE).write_text(whole + '{"kind": "collect", "step": 1, "succ' + "x" * 9000)
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0]
+    log = MetricsLog(tmp_path)
+    log.write("collect", 1, "rl", {"success": 0.6})
+    log.close()
+    assert [r["success"] for r in read_metrics(tmp_path)] == [0.5, 0.6]
+
+
+def test_a_file_of_one_cut_line_is_emptied(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"kind": ')
+    MetricsLog(tmp_path).close()
+    assert (tmp_path / FILE).read_bytes() == b"" and read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", '{"kind": "learn"}', '{"kind": 3, "step": 1}'])
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / FILE).write_text('{"kind": "collect", "step": 0}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"{FILE}:2: "):
+        read_metrics(tmp_path)
+
+
+def test_no_file_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="is .* a run folder"):
+        read_metrics(tmp_path)
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.write("learn", 0, "rl", {"agent": "planner", "grad_norm": float("nan"), "loss": float("inf")})
+    log.close()
+    (record,) = read_metrics(tmp_path)
+    assert record["grad_norm"] is None and record["loss"] is None
+
+
+SUMMARY = {
+    "success_before": 0.07,
+    "success_after": 0.725,
+    "greedy_before": 0.78,
+    "greedy_after": 0.93,
+    "sub_answer_before": None,
+    "sub_answer_after": 0.96,
+    "closed_book": 0.02,
+    "calls_per_rollout": 1.87,
+    "seconds": 371.2,
+    "warmup_seconds": 250.0,
+    "rl_seconds": 100.4,
+    "seed": 3,
+}
+
+
+def test_summary_is_sorted_json_and_replaces_the_old_one(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"a": 1})
+    path = write_summary(tmp_path, SUMMARY)
+    assert json.loads(path.read_text()) == SUMMARY
+    assert list(json.loads(path.read_text())) == sorted(SUMMARY)
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"seed": 1})
+    with pytest.raises(ValueError):
+        write_summary(tmp_path, {"seed": float("nan")})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"seed": 1}
+
+
+def printed(summary: dict[str, object]) -> str:
+    console = Console(file=StringIO(), width=100)
+    print_summary(console, summary)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_printed_summary_compares() -> None:
+    text = printed(SUMMARY)
+    row = next(line for line in text.splitlines() if "sampled" in line)
+    assert "7.0 %" in row and "72.5 %" in row and "+65.5" in row
+    assert "6:11 in all" in text and "seed 3" in text and "1.87" in text
+    unknown = next(line for line in text.splitlines() if "subtasks" in line)
+    assert "96.0 %" in unknown and unknown.count(" - ") == 2  # before, and so the change, are unknown
+
+
+def test_printed_summary_leaves_out_what_is_not_there() -> None:
+    text = printed({"success_after": 0.5, "seconds": 1.0})
+    assert "subtasks" not in text and "closed" not in text and "50.0 %" in text

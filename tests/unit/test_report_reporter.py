@@ -1,0 +1,168 @@
+"""The reporter: one call of training reaches the log, the alarms, the display and the trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_samples import config_of, group_of, rewarded, rollout
+from rich.console import Console
+
+from mgrpo.config import Config
+from mgrpo.report.metrics_log import Record, read_metrics
+from mgrpo.report.reporter import Reporter
+from mgrpo.types import Group
+
+
+class Recorder:
+    """A user's tracker, found by its import path."""
+
+    made: list[Recorder] = []
+
+    def __init__(self, fail: bool = False) -> None:
+        if fail:
+            raise RuntimeError("no tracker today")
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+        self.made.append(self)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.logged.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def console() -> Console:
+    return Console(file=StringIO(), width=100)
+
+
+def text(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def lazy_group(step: int, calls: int) -> Group:
+    return group_of(*(rollout(index, calls, group=step) for index in range(4)), id=step)
+
+
+def collect(reporter: Reporter, step: int, calls: int = 2) -> None:
+    group = lazy_group(step, calls)
+    reporter.collected(step, [group], rewarded(group), seconds=0.5)
+
+
+def of_kind(folder: Path, kind: str) -> list[Record]:
+    return [record for record in read_metrics(folder) if record["kind"] == kind]
+
+
+def test_a_whole_run_leaves_its_metrics(tmp_path: Path) -> None:
+    screen = console()
+    with Reporter(tmp_path, config_of(), screen) as reporter:
+        reporter.stage("warmup", 2, 0, 62)
+        for step in (0, 1):
+            collect(reporter, step)
+            reporter.learned(step, "planner", step + 1, {"loss": 3.0, "skipped_steps": 0.0}, 0.1)
+        reporter.progress("evaluating", 3, 10)
+        reporter.evaluated("before", 2, {"success": 0.07, "sub_answer": None})
+        reporter.stage("rl", 60, 2, 62)
+        collect(reporter, 2)
+        reporter.learned(2, "planner", 3, {"loss": 0.1, "grad_norm": 0.4}, 0.1)
+        reporter.message("the end [of] it")
+    stages = of_kind(tmp_path, "stage")
+    assert [(s["name"], s["step"], s["steps"], s["demonstrations"]) for s in stages] == [
+        ("warmup", 0, 2, True),
+        ("rl", 2, 60, False),
+    ]
+    collected = of_kind(tmp_path, "collect")
+    assert [(c["step"], c["stage"], c["success"], c["seconds"]) for c in collected][-1] == (2, "rl", 1.0, 0.5)
+    assert collected[-1]["tokens_per_second"] == collected[-1]["sampled_tokens"] / 0.5
+    learned = of_kind(tmp_path, "learn")[-1]
+    assert (learned["agent"], learned["version"], learned["grad_norm"]) == ("planner", 3, 0.4)
+    (evaluated,) = of_kind(tmp_path, "evaluate")
+    assert (evaluated["name"], evaluated["success"], evaluated["sub_answer"]) == ("before", 0.07, None)
+    assert of_kind(tmp_path, "alarm") == []
+    lines = text(screen).splitlines()
+    assert "evaluated before: success 0.07" in lines and "the end [of] it" in lines
+    assert any(row.startswith("warmup 2/2") for row in lines)  # always at the end of a stage
+    assert any(row.startswith("rl 1/60") for row in lines)
+
+
+def test_calls_that_collapse_to_zero_ring_once(tmp_path: Path) -> None:
+    screen = console()
+    with Reporter(tmp_path, config_of(), screen) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 22):
+            collect(reporter, step, calls=2 if step < 10 else 0)
+    (alarm,) = of_kind(tmp_path, "alarm")
+    assert alarm["name"] == "lazy_planner" and alarm["step"] == 11  # two of the last three steps made no call
+    assert text(screen).count("warning: step 11: the planner delegates nothing in 67% of rollouts") == 1
+
+
+def test_demonstrations_and_teams_of_one_ring_nothing(tmp_path: Path) -> None:
+    with Reporter(tmp_path / "a", config_of(), console()) as reporter:
+        reporter.stage("warmup", 2, 0, 62)
+        collect(reporter, 0, calls=0)
+    planner = {"role": "planner", "model": {"type": "tiny"}, "format": "compact", "tools": ["search"]}
+    with Reporter(tmp_path / "b", config_of(agents={"planner": planner}), console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 12):
+            collect(reporter, step, calls=0)
+    assert of_kind(tmp_path / "a", "alarm") == of_kind(tmp_path / "b", "alarm") == []
+
+
+def test_skipped_steps_ring_for_their_agent(tmp_path: Path) -> None:
+    with Reporter(tmp_path, config_of(), console(), quiet=True) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 6):
+            reporter.learned(step, "searcher", 1, {"grad_norm": float("nan"), "skipped_steps": 1.0}, 0.1)
+    (alarm,) = of_kind(tmp_path, "alarm")
+    assert alarm["name"] == "skipped_steps/searcher" and alarm["step"] == 2
+
+
+def test_after_a_resume_alarms_know_how_the_stage_began(tmp_path: Path) -> None:
+    config = config_of()
+    with Reporter(tmp_path, config, console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 10):
+            collect(reporter, step, calls=5)
+    with Reporter(tmp_path, config, console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(7, 12):  # 7 to 9 are collected again
+            collect(reporter, step, calls=1)
+    (alarm,) = of_kind(tmp_path, "alarm")
+    assert alarm["step"] == 9 and "1.00 calls per rollout, 5.00 at the start" in alarm["message"]
+    assert [r["calls_per_rollout"] for r in of_kind(tmp_path, "collect")] == [5.0] * 5 + [1.0] * 5
+
+
+def with_tracker(**options: Any) -> Config:
+    return config_of(trackers=[{"type": f"{__name__}:Recorder", **options}])
+
+
+def test_trackers_get_flat_numbers_and_are_closed(tmp_path: Path) -> None:
+    with Reporter(tmp_path, with_tracker(), console(), quiet=True) as reporter:
+        tracker = Recorder.made[-1]
+        reporter.stage("rl", 60, 2, 62)
+        collect(reporter, 2)
+        reporter.learned(2, "planner", 3, {"loss": 0.25}, 0.1)
+        reporter.evaluated("dev", 2, {"success": 0.5, "sub_answer": None})
+    assert tracker.closed
+    names = {name: value for step, values in tracker.logged for name, value in values.items() if step == 2}
+    assert names["collect/success"] == 1.0 and names["learn/planner/loss"] == 0.25
+    assert names["evaluate/dev/success"] == 0.5 and "evaluate/dev/sub_answer" not in names
+
+
+def test_what_was_opened_is_closed_when_a_later_tracker_fails(tmp_path: Path) -> None:
+    path = f"{__name__}:Recorder"
+    config = config_of(trackers=[{"type": path}, {"type": path, "fail": True}])
+    with pytest.raises(RuntimeError, match="no tracker today"), Reporter(tmp_path, config, console()):
+        pass
+    assert Recorder.made[-1].closed
+
+
+def test_an_error_inside_passes_through_and_closes(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), Reporter(tmp_path, with_tracker(), console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        raise KeyboardInterrupt
+    assert Recorder.made[-1].closed
