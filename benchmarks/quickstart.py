@@ -45,7 +45,8 @@ def run(seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
     subprocess.run(command, check=True, stdout=sys.stderr)
     summary: dict[str, Any] = json.loads((target / "summary.json").read_text())
     lines = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
-    calls = [line["calls_per_rollout"] for line in lines if line["kind"] == "collect" and line["stage"] == "reinforce"]
+    own = [line for line in lines if line["kind"] == "collect" and line["stage"] in ("simple", "hard")]
+    calls = [line["calls_per_rollout"] for line in own]
     return summary | {"calls_lowest": min(calls)}
 
 

@@ -27,8 +27,10 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 something outside failed, 2 yours to mend (one line says what), 130 interrupted.",
 )
 
-_RECIPE = typer.Argument(help="A TOML file that says who learns what; recipes/ holds some.", show_default=False)
-_RUN = typer.Argument(help="The folder of a run, for instance runs/quickstart.", show_default=False)
+_RECIPE = typer.Argument(
+    metavar="RECIPE", help="A TOML file that says who learns what; recipes/ holds some.", show_default=False
+)
+_RUN = typer.Argument(metavar="RUN", help="The folder of a run, for instance runs/quickstart.", show_default=False)
 _SET = typer.Option(
     [],
     "--set",
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit. ``arguments`` defaults to those of the process."""
     sys.path.append(os.getcwd())  # a console script does not see the user's own modules; last, so as to shadow nothing
     try:
-        code = app(None if arguments is None else list(arguments), standalone_mode=False)
+        code = app(None if arguments is None else list(arguments), prog_name="mgrpo", standalone_mode=False)
     except _UsageError as error:
         _explain(error)
     except UserError as error:
@@ -230,13 +232,12 @@ def _print_metrics(title: str, metrics: Any) -> None:
 # ---------------------------------------------------------------- ask, export
 
 
-@app.command(
-    epilog="mgrpo ask runs/quickstart\n\n"
-    'mgrpo ask runs/quickstart "What is the capital of Zubora ?" --task 3'
-)
+@app.command(epilog='mgrpo ask runs/quickstart\n\nmgrpo ask runs/quickstart "What is the capital of Zubora ?" --task 3')
 def ask(
     run: Path = _RUN,
-    question: str | None = typer.Argument(None, help="What to ask.", show_default="the test question's own"),
+    question: str | None = typer.Argument(
+        None, metavar="QUESTION", help="What to ask.", show_default="the test question's own"
+    ),
     task: int = typer.Option(0, min=0, help="The test question whose web is searched."),
     temperature: float = typer.Option(0.0, min=0.0, help="Of sampling; 0 takes the likeliest words."),
 ) -> None:
@@ -266,7 +267,7 @@ def ask(
 @app.command(epilog="mgrpo export runs/quickstart searcher models/searcher")
 def export(
     run: Path = _RUN,
-    agent: str = typer.Argument(help="The agent's name in the recipe.", show_default=False),
+    agent: str = typer.Argument(metavar="AGENT", help="The agent's name in the recipe.", show_default=False),
     folder: Path = typer.Argument(metavar="DIR", help="A new or empty folder.", show_default=False),
     version: int | None = typer.Option(None, min=0, help="Which weights.", show_default="the newest"),
 ) -> None:
@@ -291,3 +292,7 @@ def export(
         store.close()
     export_(run / weights.handle, weights.checksum, tokenizer_of(runs.models(config)[agent]), folder)
     print(f"{agent} version {weights.version} of {run} is in {folder}")
+
+
+if __name__ == "__main__":
+    main()

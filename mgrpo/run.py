@@ -12,9 +12,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mgrpo.config import Config, dump, load
-from mgrpo.config.registry import settings
+from mgrpo.config.registry import shorten
+from mgrpo.config.vocabulary import closed_vocabulary
 from mgrpo.errors import DataError, RunFolderError
 from mgrpo.store.base import RunInfo, Store, WeightVersion
 from mgrpo.store.opening import open_store
@@ -50,16 +52,18 @@ class RunFolder:
         temporary = self.path / ".config.toml.tmp"  # a run is there from the moment its whole config.toml is
         temporary.write_text(dump(config), encoding="utf-8")
         temporary.replace(self.config_file)
+        if any(self.path.glob("weights/*/v*")):  # it had begun, so a store that is gone or empty has lost its groups
+            return open_store(self.store_file)
         return open_store(self.store_file, RunInfo(config.seed, config.model_dump(mode="json")))
 
     def _check_same(self, config: Config) -> None:
-        before, now = load(self.config_file).model_dump(), config.model_dump()
-        changed = [key for key in now if key not in ("trackers", "threads") and before[key] != now[key]]
-        if changed:
-            raise RunFolderError(
-                f"{self.config_file}: the recipe differs from the run's in {', '.join(changed)};"
-                " resume with the recipe it began with"
-            )
+        before, now = load(self.config_file).model_dump(mode="json"), config.model_dump(mode="json")
+        for key in now:
+            if key not in ("trackers", "threads") and (found := _difference(before[key], now[key], key)):
+                raise RunFolderError(
+                    f"{self.config_file}: the recipe differs from the run's: {found};"
+                    f" resume with the run's own: mgrpo train {self.path} --resume"
+                )
 
     def published(self, store: Store, agent: str, version: int | None = None) -> WeightVersion:
         """The newest weights of a trained agent, or those of ``version``. Raises DataError where they are not there."""
@@ -67,7 +71,9 @@ class RunFolder:
         kept = [number for number, weights in every.items() if (self.path / weights.handle).is_dir()]
         chosen = max(every, default=None) if version is None else version
         if chosen is None or (chosen not in kept and version is not None):
-            raise DataError(f"{self.path}: no version {version} of {agent}; kept: {', '.join(map(str, kept)) or 'none'}")
+            raise DataError(
+                f"{self.path}: no version {version} of {agent}; kept: {', '.join(map(str, kept)) or 'none'}"
+            )
         return every[chosen]
 
     def open(self) -> tuple[Config, Store]:
@@ -90,13 +96,24 @@ class RunFolder:
             from mgrpo.agents.formats import FORMATS
             from mgrpo.policy.tiny import write_tiny
 
-            words = settings("tasks", config.tasks, "tasks").vocabulary()
+            words = closed_vocabulary(config)
             controls = FORMATS[config.agents[name].format].controls
             temporary = folder.with_name(f".{name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             write_tiny(temporary, model, words, controls, seed=config.seed * 1000 + index)
             temporary.rename(folder)
         return folder
+
+
+def _difference(before: Any, now: Any, key: str) -> str:
+    """The first key below ``key`` with another value, and both values; "" where all are equal."""
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+        parts = ((before[name], now[name], f"{key}.{name}") for name in now)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        parts = ((old, new, f"{key}.{i}") for i, (old, new) in enumerate(zip(before, now, strict=True)))
+    else:
+        return "" if before == now else f"{key} was {shorten(before)}, is {shorten(now)}"
+    return next((found for old, new, name in parts if (found := _difference(old, new, name))), "")
 
 
 def check_model_folder(folder: str | Path, where: str) -> None:

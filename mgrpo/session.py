@@ -96,10 +96,7 @@ class Session:
     async def team_of(self, window: Window) -> ActingTeam:
         """Who acts in this window: the teacher, or the team with its newest weights. Evaluates where it is due."""
         stage = window.stage
-        if stage.name != self._shown_stage:
-            self._shown_stage = stage.name
-            first = window.first_step - window.stage_step
-            self.reporter.stage(stage.name, stage.steps, first, total_steps(self.config))
+        self._show_stage(window)
         if stage.collect == "teacher":
             return self.team.acting(self.config.seed, teacher=self.source(window))
         await self._serve_newest()
@@ -110,6 +107,14 @@ class Session:
             dev = await self._evaluate("dev", window.first_step, "dev_tasks", self.config.evaluation.dev_questions)
             del dev
         return self.team.acting(self.config.seed)
+
+    def _show_stage(self, window: Window) -> None:
+        """Told by whichever loop comes first: after a resume a learner can be the one."""
+        stage = window.stage
+        if stage.name != self._shown_stage:
+            self._shown_stage = stage.name
+            first = window.first_step - window.stage_step
+            self.reporter.stage(stage.name, stage.steps, first, total_steps(self.config))
 
     def _first_with_team(self, stage: StageConfig) -> bool:
         return stage is next(s for s in self.config.stages if s.collect == "team")
@@ -138,6 +143,7 @@ class Session:
             checkpoint.load(self.policies[agent], folder, newest.checksum, self._stages.get(agent, ""))
 
     def begin_stage(self, agent: str, window: Window) -> None:
+        self._show_stage(window)
         if self._stages.get(agent) != window.stage.name:
             self._begin_schedule(agent, window.stage)
 
@@ -202,6 +208,8 @@ class Session:
 
     async def evaluate_last(self) -> None:
         if any(stage.collect == "team" for stage in self.config.stages):
+            *_, last = self.windows(0)
+            self._show_stage(last)
             await self._serve_newest()
             await self._evaluate_fully("after", total_steps(self.config))
 

@@ -1,4 +1,4 @@
-"""A recipe and its models -> a team that acts. `Team.load(run).ask(question)` is the Python way to use a trained one."""
+"""A recipe and its models -> a team that acts. `Team.load(run).ask(question)` uses a trained one from Python."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Team:
 
     def _agent(self, name: str, seed: int, temperature: float | None, teacher: Any) -> Agent:
         config = self.config.agents[name]
-        tools = {}
+        tools: dict[str, Tool] = {}
         for tool in config.tools:
             if tool in self.config.agents:
                 tools[tool] = Delegate(self._agent(tool, seed, temperature, teacher), tool)
@@ -134,7 +134,9 @@ class Team:
 
     def _scripted(self, name: str, teacher: Any, seed: int) -> Engine:
         if not hasattr(teacher, "teacher"):
-            raise ConfigError(f"tasks.type: {self.config.tasks['type']!r} has no scripted teacher; use collect = 'team'")
+            raise ConfigError(
+                f"tasks.type: {self.config.tasks['type']!r} has no scripted teacher; use collect = 'team'"
+            )
         config = self.config.agents[name]
         helpers = tuple(tool for tool in config.tools if tool in self.config.agents)
         role = "searcher" if config.role == "subagent" else "planner" if helpers else "solo"
@@ -156,15 +158,19 @@ def tools_of(config: Config) -> dict[str, Tool]:
         tool, where = settings("tool", table, f"tools.{name}").build(), f"tools.{name}.type: {table['type']}"
         missing = [part for part in ("name", "description", "parameters", "__call__") if not hasattr(tool, part)]
         if missing:
-            raise ConfigError(f"{where} gives no tool: it lacks {', '.join(missing)} (see docs/guides/your-own-parts.md)")
+            raise ConfigError(
+                f"{where} gives no tool: it lacks {', '.join(missing)} (see docs/guides/your-own-parts.md)"
+            )
         if tool.name != name:
-            raise ConfigError(f"{where} gives a tool called {tool.name!r}, which is what the model reads; use that name")
+            raise ConfigError(
+                f"{where} gives a tool called {tool.name!r}, which is what the model reads; use that name"
+            )
         tools[name] = tool
     return tools
 
 
 def check_parts(config: Config) -> None:
-    """Make every part of a recipe that needs no run folder, so that what is wrong with one is found before a run begins.
+    """Make every part of a recipe that needs no run folder, so that its faults are found before a run begins.
 
     Raises ConfigError or DataError naming the key or the file.
     """

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from mgrpo.agents.loop import together
 from mgrpo.agents.rollout import run_groups
 from mgrpo.algorithm.advantages import advantages
 from mgrpo.algorithm.alignment import align
@@ -48,10 +49,7 @@ def train(config: Config, folder: str | Path, resume: bool = False, reporter: Re
 
 
 async def _both_loops(session: Session) -> None:
-    async with asyncio.TaskGroup() as loops:
-        loops.create_task(collect(session))
-        for agent in session.policies:
-            loops.create_task(learn(session, agent))
+    await together([collect(session), *(learn(session, agent) for agent in session.policies)])
 
 
 async def collect(session: Session) -> None:
@@ -83,10 +81,9 @@ async def learn(session: Session, agent: str) -> None:
         for step, stage_step, ids in window.steps if learns else ():
             samples = [s for group in groups[ids.start - window.first_group : ids.stop - window.first_group] for s in group]
             started = time.perf_counter()
-            found = update(session, policy, agent, window, samples, step, stage_step)
+            found = await asyncio.to_thread(update, session, policy, agent, window, samples, step, stage_step)
             session.learned(step, agent, found, time.perf_counter() - started)
             metrics = found or metrics  # weights that moved are published, whichever step of the window moved them
-            await asyncio.sleep(0)
         session.publish(agent, window, metrics)
 
 

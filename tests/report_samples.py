@@ -100,6 +100,7 @@ def config_of(**changes: Any) -> Config:
         },
         "tools": {"search": {"type": "search"}},
         "tasks": {"type": "world"},
+        "evaluation": {"tasks": {"split": "test"}},
         "stages": [
             {"name": "warmup", "steps": 2, "groups_per_step": 4, "collect": "teacher", "policy_loss": "sft"},
             {"name": "rl", "steps": 60, "groups_per_step": 16},

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} <|end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SPECIALS = ("<pad>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+from mgrpo.policy.tiny import SPECIALS, TEMPLATE, create_tokenizer
+
+__all__ = ["CONTROLS", "SPECIALS", "TEMPLATE", "TEXT", "chatml_tokenizer", "word_tokenizer"]
+
 CONTROLS = ("<call>", "</call>", "<answer>", "</answer>", "<arg>", "<source>", "<evidence>")
 TEXT = (
     "what is the capital population of Zubora Merova Tarn p12 p7 4120 searcher planner search visit "
@@ -17,24 +16,10 @@ TEXT = (
 
 
 def word_tokenizer(text: str = TEXT, template: str = TEMPLATE) -> Any:
-    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    specials = [*SPECIALS, *CONTROLS]
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*specials, *text.split()]))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "isolated")]
-    )
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        pad_token="<pad>",
-        eos_token="<|end|>",
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-    )
+    """The tokenizer of tiny models, over the words of ``text``."""
+    tokenizer = create_tokenizer(text.split(), CONTROLS)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 # A template in the manner of Qwen3: thoughts before the last user message are dropped, tool messages share one turn.

@@ -125,11 +125,10 @@ class Lockstep:
         batches: dict[int, list[_Parked]] = {}
         for waiting in parked:  # engines in order of their first agent's name
             batches.setdefault(id(waiting.engine), []).append(waiting)
-        results: list[tuple[list[_Parked], list[Completion | Exception]]] = []
         for batch in batches.values():
             batch.sort(key=lambda p: p.request.id)
-            results.append((batch, await _outcomes(batch, self._seconds)))
-        for batch, outcomes in results:
+        results = await asyncio.gather(*(_outcomes(batch, self._seconds) for batch in batches.values()))
+        for batch, outcomes in zip(batches.values(), results, strict=True):  # in order, whichever was ready first
             _hand_back(batch, outcomes)
 
 

@@ -26,6 +26,8 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 
+_PPO_ONLY = frozenset({"clip_ratio_low", "clip_ratio_high", "scale_rewards"})
+
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a recipe. Raises ConfigError with one line that names the file and the key."""
@@ -65,6 +67,9 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         value = text
     target: Any = table
     *parents, last = path.strip().split(".")
+    agents = table.get("agents")
+    if parents[:1] == ["agents"] and isinstance(agents, dict) and (parents[1:] or [last])[0] not in agents:
+        raise ConfigError(f"--set {path}: unknown agent {(parents[1:] or [last])[0]!r}{suggest(parents[1], agents)}")
     try:
         for part in parents:
             target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
@@ -111,6 +116,7 @@ def check(config: Config) -> None:
         _check_rewards(config, name)
     for name, table in config.tools.items():
         settings("tool", table, f"tools.{name}")
+    _check_used(config)
     settings("tasks", config.tasks, "tasks")
     for index, stage in enumerate(config.stages):
         where = f"stages.{index}"
@@ -123,8 +129,9 @@ def check(config: Config) -> None:
                 raise ConfigError(f"{where}.train: agent {agent_name!r} has trainable = false")
         if not config.trained(stage):
             raise ConfigError(f"{where}: no agent learns in it; set trainable = true or remove the stage")
-    for key in ("tasks", "dev_tasks"):
-        settings("tasks", config.tasks | getattr(config.evaluation, key), f"evaluation.{key}")
+        if stage.policy_loss == "sft" and (inert := _PPO_ONLY & stage.learner.keys()):
+            raise ConfigError(f"{where}.learner.{min(inert)}: has no effect with policy_loss = 'sft'; remove it")
+    _check_evaluation(config)
     for index, tracker in enumerate(config.trackers):
         settings("tracker", tracker, f"trackers.{index}")
 
@@ -138,6 +145,39 @@ def _check_roles(config: Config) -> None:
             raise ConfigError(f"agents.{name}: a name is letters, digits and underscores")
         if name in config.tools:
             raise ConfigError(f"agents.{name}: a tool has the same name; rename one of the two")
+    stages = [stage.name for stage in config.stages]
+    for index, stage_name in enumerate(stages):
+        if stage_name in stages[:index]:
+            raise ConfigError(
+                f"stages.{index}.name: {stage_name!r} is taken by an earlier stage; rename one of the two"
+            )
+
+
+def _check_used(config: Config) -> None:
+    """What has no effect is refused rather than ignored."""
+    used = {tool for agent in config.agents.values() for tool in agent.tools}
+    for tool in config.tools.keys() - used:
+        raise ConfigError(f"tools.{tool}: no agent has it; add it to an agent's tools or remove the table")
+    for name in config.subagents:
+        if name not in used:
+            raise ConfigError(f"agents.{name}: no agent calls it; add it to an agent's tools or remove it")
+    for name, agent in config.agents.items():
+        if agent.learner and not agent.trainable:
+            raise ConfigError(f"agents.{name}.learner: has no effect with trainable = false; remove one of the two")
+        if agent.trainable and agent.engine.get("type") == "scripted":
+            raise ConfigError(f"agents.{name}.engine: a script cannot learn; set trainable = false")
+
+
+def _check_evaluation(config: Config) -> None:
+    plan, learns_from_reward = config.evaluation, any(stage.collect == "team" for stage in config.stages)
+    if plan.every and not learns_from_reward:
+        raise ConfigError("evaluation.every: has no effect where every stage learns from the teacher; remove it")
+    for key, due in (("tasks", learns_from_reward), ("dev_tasks", plan.every > 0)):
+        own = getattr(plan, key)
+        if due and not own:
+            example = '{ split = "test" }' if config.tasks.get("type") == "world" else '{ path = "test.jsonl" }'
+            raise ConfigError(f"evaluation.{key}: missing; name questions that are not trained on, such as {example}")
+        settings("tasks", config.tasks | own, f"evaluation.{key}")
 
 
 def _check_tools(config: Config, name: str) -> None:
@@ -167,8 +207,13 @@ def _check_learner(table: Mapping[str, Any], where: str) -> None:
 def _check_rewards(config: Config, name: str) -> None:
     agent = config.agents[name]
     known = PRESETS[config.preset][agent.role]["reward_weights"]
-    for key, value in (agent.reward_weights or {}).items():
-        if key not in known:
-            raise ConfigError(f"agents.{name}.reward_weights.{key}: unknown term{suggest(key, known)}")
+    own = agent.reward_weights or {}
+    if config.reward is None:  # a user's function may have terms of its own
+        for key in [*own, *known]:
+            if key not in known:
+                raise ConfigError(f"agents.{name}.reward_weights.{key}: unknown term{suggest(key, known)}")
+            if key not in own:
+                raise ConfigError(f"agents.{name}.reward_weights.{key}: missing; a weight of 0 leaves the term out")
+    for key, value in own.items():
         if value < 0:
             raise ConfigError(f"agents.{name}.reward_weights.{key}: must not be negative, got {value}")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TinyModel(Strict):
@@ -100,13 +100,19 @@ class StageConfig(Strict):
     name: str
     steps: int = Field(gt=0)
     groups_per_step: int = Field(gt=0)
-    num_generations: int | None = Field(None, gt=0)
+    num_generations: int | None = Field(None, gt=0, description="default: the planner's; 1 for demonstrations")
     collect: Literal["team", "teacher"] = "team"
-    policy_loss: Literal["ppo", "sft"] = "ppo"
+    policy_loss: Literal["ppo", "sft"] = Field("ppo", description="default: sft for demonstrations, else ppo")
     weight_sync_steps: int = Field(1, gt=0)
     tasks: dict[str, Any] = {}
     learner: dict[str, Any] = {}
     train: tuple[str, ...] | None = Field(None, description="agents that learn in this stage; default: all trainable")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_demonstrations(cls, values: Any) -> Any:
+        taught = isinstance(values, dict) and values.get("collect") == "teacher"
+        return {"policy_loss": "sft", "num_generations": 1} | values if taught else values
 
     @model_validator(mode="after")
     def _loss_fits(self) -> StageConfig:
@@ -137,15 +143,16 @@ class EvaluationConfig(Strict):
 class Config(Strict):
     """The root. `mgrpo plan RECIPE` prints what it means."""
 
-    name: str = "run"
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="also names the default run folder")
     preset: Literal["m_grpo"] = "m_grpo"
     seed: int = 0
     threads: int | None = Field(None, gt=0, description="torch threads; default: all cores")
     agents: dict[str, AgentConfig]
     tools: dict[str, dict[str, Any]] = {}
     tasks: dict[str, Any]
-    grader: str | None = Field(None, description="import path module:function (task, trajectory) -> float | None")
-    reward: str | None = Field(None, description="import path module:function (rollout, grades) -> rewards")
+    reward: str | None = Field(
+        None, description="import path module:function, called like mgrpo.algorithm.rewards.rewards, in its place"
+    )
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
     stages: tuple[StageConfig, ...] = Field(min_length=1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mgrpo.engines.base import Completion, Request
+from mgrpo.engines.base import Completion, Request, Sampling
 from mgrpo.engines.model import logits_at
 from mgrpo.errors import ConfigError
 from mgrpo.types import StopReason, TrajectoryId
@@ -85,7 +85,7 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._layers = _full_attention_layers(model.config)
-        self._vocabulary = int(model.config.get_text_config().vocab_size)
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
         self._kept: dict[TrajectoryId, tuple[tuple[int, ...], Tensor]] = {}
 
     def forget(self, id: TrajectoryId | None = None) -> None:
@@ -205,7 +205,40 @@ def _full_attention_layers(config: Any) -> int:
     """How many layers there are, all of them with plain causal attention; ConfigError otherwise."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if not getattr(text, "layer_types", None) and getattr(text, "sliding_window", None):
+        kinds = {"sliding_attention"}  # Mistral and Phi name no layer types: a window holds for all layers
     if kinds != {"full_attention"}:
         other = ", ".join(sorted(kinds - {"full_attention"}))
         raise ConfigError(f"engine type 'local' cannot cache {other} layers ({text.model_type}); serve it with vLLM")
     return int(text.num_hidden_layers)
+
+
+def check_decoding(decoder: Decoder) -> None:
+    """Decode two ragged prompts and score the result in plain forward passes. ConfigError where the two disagree.
+
+    Finds models that derive positions or biases from something else than ``position_ids`` (ALiBi, GPT-J), or whose
+    attention cannot use this cache; they would train on log-probabilities that are not theirs.
+    """
+    model, name = decoder.model, decoder.model.config.get_text_config().model_type
+    sampling = Sampling(temperature=0.0, max_tokens=3)
+    prompts = [tuple(i % decoder.vocabulary for i in range(2, 2 + length)) for length in (3, 9)]
+    requests = [Request(TrajectoryId(0, i, "check", 0), ids, sampling, ()) for i, ids in enumerate(prompts)]
+    refused = f"engine type 'local' cannot decode this model ({name}): "
+    try:
+        completions = decoder.decode(requests, version=0)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{refused}{error}; serve it with vLLM") from error
+    finally:
+        decoder.forget()
+    gap = max(_gap(model, r, c) for r, c in zip(requests, completions, strict=True))
+    if not gap < (1e-2 if model.dtype == torch.float32 else 0.25):
+        raise ConfigError(f"{refused}with a cache its log-probabilities are off by {gap:.2g}; serve it with vLLM")
+
+
+@torch.inference_mode()
+def _gap(model: Any, request: Request, completion: Completion) -> float:
+    """Largest difference in nats between a completion's log-probabilities and those of one plain forward pass."""
+    first, sampled = len(request.prompt_ids), torch.tensor(completion.token_ids)
+    ids = torch.tensor([request.prompt_ids + completion.token_ids], device=model.device)
+    plain = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float(), dim=-1).cpu()
+    return float((plain.gather(1, sampled[:, None])[:, 0] - torch.tensor(completion.logprobs)).abs().max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,9 @@ class Local:
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         completions: list[Completion] = []
         for start in range(0, len(requests), self._max_batch):
-            completions += self._decoder.decode(requests[start : start + self._max_batch], self._version)
+            part = requests[start : start + self._max_batch]
+            # A thread of its own, so that engines of different agents decode at the same time.
+            completions += await asyncio.to_thread(self._decoder.decode, part, self._version)
         return completions
 
     async def load(self, version: int, handle: str) -> None:
@@ -50,11 +53,13 @@ class Settings(BaseModel, extra="forbid", frozen=True):
     max_batch: int = Field(256, gt=0)
 
     def build(self, folder: str | Path, **_: Any) -> Local:
-        """An engine that serves the model in ``folder`` as version 0."""
+        """An engine that serves the model in ``folder`` as version 0. ConfigError for one that it cannot decode."""
         import torch
 
-        from mgrpo.engines.decode import Decoder
+        from mgrpo.engines.decode import Decoder, check_decoding
         from mgrpo.engines.model import load_model
 
         model = load_model(folder, getattr(torch, self.dtype), self.device).requires_grad_(False)
-        return Local(Decoder(model), self.max_batch)
+        decoder = Decoder(model)
+        check_decoding(decoder)
+        return Local(decoder, self.max_batch)

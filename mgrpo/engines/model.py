@@ -18,6 +18,7 @@ WEIGHTS = "model.safetensors"
 
 def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The model in ``folder`` (a plain `save_pretrained` folder). Raises DataError that names the folder."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -27,7 +28,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: s
         raise DataError(f"model folder {folder}: no config.json there; give a folder written by save_pretrained")
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"model folder {folder}: {str(error).splitlines()[0]}") from error
     return model.to(device).eval()
 
@@ -42,7 +43,10 @@ def load_weights(model: Any, folder: str | Path) -> None:
         state = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not readable: {error}") from error
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # a tensor of another shape
+        raise CheckpointError(f"{path}: does not fit the model: {str(error).splitlines()[-1].strip()}") from error
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     if unexpected or set(missing) - tied:
         wrong = [*unexpected, *sorted(set(missing) - tied)]

@@ -74,7 +74,7 @@ def draw_curves(folder: Path) -> Path:
     _lines(axes[3], curves.gradient_shares, "share of the gradient norms (0 to 1)", "Share of gradient per agent")
     for index, axis in enumerate(axes):
         _frame(axis, curves.stages, names=index < 2)
-        axis.set_ylim(bottom=0.0, top=None if index == 2 else 1.02)
+        axis.set_ylim(bottom=0.0, top=max(1.02, axis.get_ylim()[1]) if index == 2 else 1.02)
     for axis in axes[2:]:
         axis.set_xlabel("step (optimizer steps of the run; demonstrations squeezed)")
     path = Path(folder) / FILE
@@ -180,7 +180,7 @@ def _success(axis: Any, curves: Curves) -> None:
         )
     axis.set_ylabel("questions answered right (0 to 1)")
     axis.set_title("Success", loc="left", fontweight="bold", pad=16)
-    axis.legend(frameon=False, fontsize=8)
+    _legend(axis)
 
 
 def _lines(axis: Any, lines: Mapping[str, list[Points]], ylabel: str, title: str, legend: bool = True) -> None:
@@ -188,7 +188,12 @@ def _lines(axis: Any, lines: Mapping[str, list[Points]], ylabel: str, title: str
         _line(axis, parts, _COLOURS[index % len(_COLOURS)], _STYLES[index % len(_STYLES)], name)
     axis.set_ylabel(ylabel)
     axis.set_title(title, loc="left", fontweight="bold", pad=16 if title.startswith("Reward") else 6)
-    if legend and lines:
+    if legend:
+        _legend(axis)
+
+
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:
         axis.legend(frameon=False, fontsize=8)
 
 

@@ -37,7 +37,7 @@ class Display:
         self._live: Live | None = None
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal and not self._quiet:
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:
             self._live = Live(
                 console=self._console,
                 get_renderable=lambda: panel(self._board, self._clock(), self._console.options.ascii_only),
@@ -85,6 +85,8 @@ def line(board: Board, now: float) -> str:
     if board.work is not None:
         return f"{board.work.what} {board.work.done}/{board.work.total}  left {duration(_work_left(board, now))}"
     parts = [f"{board.stage} {board.done}/{board.steps}"]
+    if not board.team and not board.done:
+        return f"{parts[0]}  begins"
     if board.demonstrations:
         parts += ["loss " + " ".join(f"{name} {fixed(m.get('loss'), 3)}" for name, m in board.agents.items())]
     else:

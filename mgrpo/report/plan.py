@@ -87,7 +87,7 @@ def expected_rows(config: Config, stage: StageConfig, agent: str) -> float | Non
     settings_ = config.agents[agent]
     if settings_.role == "planner":
         return rollouts
-    if settings_.align == "resample":
+    if settings_.align == "resample" and stage.policy_loss == "ppo":
         return rollouts * (settings_.trajectories_per_rollout or 1)
     calls = _calls(config, stage)
     return None if calls is None else rollouts * calls
@@ -173,13 +173,17 @@ def _counts(agent: AgentConfig) -> str:
 
 
 def loss_lines(config: Config) -> list[Line]:
-    """The formula of every stage and agent, with the recipe's numbers in its denominators."""
-    lines = []
-    for stage in config.stages:
-        for name in config.trained(stage):
-            own = config.learner_for(name, stage)
-            lines += [(f"{stage.name}/{name}", f"loss = - sum of c {_objective(stage, own)}")]
-            lines += [("", _coefficient(config, stage, name, own))]
+    """The formula of every agent, with the recipe's numbers in its denominators; stages with the same one together."""
+    lines: list[Line] = []
+    for name in config.agents:
+        stages: dict[tuple[str, str], list[str]] = {}
+        for stage in config.stages:
+            if name in config.trained(stage):
+                own = config.learner_for(name, stage)
+                key = (_objective(stage, own), _coefficient(config, stage, name, own))
+                stages.setdefault(key, []).append(stage.name)
+        for (objective, coefficient), names in stages.items():
+            lines += [(f"{name} in {', '.join(names)}", f"loss = - sum of c {objective}"), ("", coefficient)]
     legend = "r = pi / pi_old per token, pi_old is the policy that sampled it. Sums run over all sampled tokens of the"
     return [*lines, ("", f"{legend} agent in the whole step, however it is split into micro-batches.")]
 
@@ -196,7 +200,7 @@ def _coefficient(config: Config, stage: StageConfig, name: str, own: LearnerConf
     d = agent.trajectories_per_rollout or 1
     if agent.role == "planner":
         weight, total = "w = 1", f"{attempts} (attempts)"
-    elif agent.align == "none":
+    elif agent.align == "none" or stage.policy_loss == "sft":  # demonstrations are not aligned
         weight, total = "w = 1", "number of its calls"
     else:
         weight = f"w = {d}/d_k" if agent.align == "weight" else "w = times drawn"

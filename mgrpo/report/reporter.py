@@ -19,9 +19,12 @@ from mgrpo.report.curves import draw_curves
 from mgrpo.report.display import Display
 from mgrpo.report.metrics import Rewards, rollout_metrics
 from mgrpo.report.metrics_log import MetricsLog, read_metrics
+from mgrpo.report.notation import fixed
 from mgrpo.report.summary import summary_of, write_summary
 from mgrpo.report.tree import rollout_text
 from mgrpo.types import Group
+
+_SAID = ("success", "sub_answer", "calls_per_rollout")  # of an evaluation, in one line; the log has all
 
 
 class Reporter:
@@ -43,6 +46,7 @@ class Reporter:
         self._display = Display(console or Console(), self._board, quiet, clock)
         self._bell = alarms.AlarmBell()
         self._history: dict[int, Mapping[str, Any]] = {}  # collected metrics of this stage by step, in order
+        self._ended = ""  # the last stage whose end was shown
         self._open = ExitStack()
 
     def __enter__(self) -> Reporter:
@@ -104,8 +108,8 @@ class Reporter:
         self._board = self._board.evaluated(name, metrics)
         self._write("evaluate", step, {"name": name, **metrics})
         self._display.show(self._board)
-        known = "  ".join(f"{key} {value:.3g}" for key, value in metrics.items() if isinstance(value, int | float))
-        self._display.print(f"evaluated {name}: {known}")
+        said = "  ".join(f"{key} {fixed(metrics[key])}" for key in _SAID if key in metrics)
+        self._display.print(f"evaluated {name}: {said}")
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Any other long work."""
@@ -159,7 +163,8 @@ class Reporter:
                 tracker.log(step, numbers)
 
     def _end_stage(self) -> None:
-        if self._board.stage and self._board.done > self._board.done_before:
+        if self._board.stage and self._board.stage != self._ended:
+            self._ended = self._board.stage
             self._display.show(self._board, always=True)
 
     def _collected_before(self, stage: str, steps: range) -> dict[int, Mapping[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,13 @@ _COMPARED: Mapping[str, str] = {
 def summary_of(records: Sequence[Mapping[str, Any]], config: Config, seconds: float) -> dict[str, Any]:
     """The numbers of a run, from its metrics. ``seconds`` is the wall-clock time of the process that finished it.
 
-    ``warmup_seconds`` and ``rl_seconds`` add up collecting and learning over every process that worked on the run;
-    evaluation is in neither. What was not evaluated is None.
+    ``warmup_seconds`` and ``rl_seconds`` are of collecting and learning, which may overlap, over every process that
+    worked on the run; evaluation is in neither. What was not evaluated is None.
     """
     evaluations = {r["name"]: r for r in records if r["kind"] == "evaluate"}
-    taught = {stage.name for stage in config.stages if stage.collect == "teacher"}
-    spent = {True: 0.0, False: 0.0}
-    for record in records:
-        if record["kind"] in ("collect", "learn"):
-            spent[record["stage"] in taught] += record["seconds"] or 0.0
+    spent = _seconds_by_stage(records)
+    taught = [stage.name for stage in config.stages if stage.collect == "teacher"]
+    warmup = sum(spent.pop(name, 0.0) for name in taught)
 
     def value(name: str, key: str) -> Any:
         return evaluations.get(name, {}).get(key)
@@ -45,8 +44,8 @@ def summary_of(records: Sequence[Mapping[str, Any]], config: Config, seconds: fl
         "name": config.name,
         "seed": config.seed,
         "seconds": seconds,
-        "warmup_seconds": spent[True],
-        "rl_seconds": spent[False],
+        "warmup_seconds": warmup,
+        "rl_seconds": sum(spent.values()),
         "success_before": value("before", "success"),
         "success_after": value("after", "success"),
         "greedy_before": value("before_greedy", "success"),
@@ -56,6 +55,15 @@ def summary_of(records: Sequence[Mapping[str, Any]], config: Config, seconds: fl
         "closed_book": value("closed_book", "success"),
         "calls_per_rollout": value("after", "calls_per_rollout"),
     }
+
+
+def _seconds_by_stage(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """From one record to the next; what ends in a stage's record was spent between stages or between two processes."""
+    spent: dict[str, float] = {}
+    for before, record in pairwise(sorted(records, key=lambda record: float(record["time"]))):
+        if record["kind"] in ("collect", "learn"):
+            spent[record["stage"]] = spent.get(record["stage"], 0.0) + record["time"] - before["time"]
+    return spent
 
 
 def write_summary(folder: Path, values: Mapping[str, Any]) -> Path:

@@ -114,11 +114,11 @@ def _head(trajectory: Trajectory, reward: Reward | None) -> Text:
 
 def _said(index: int, turn: Turn) -> Text:
     text = Text(f"turn {index}" + (" (forced)" if turn.forced else ""), style="dim")
-    if turn.reply.thought:
-        text.append(f"  {clean(turn.reply.thought)}", style="italic")
     if turn.reply.error is not None:
+        text.append(f"  {clean(turn.text)}")
         text.append(f"  format error: {clean(turn.reply.error)}", style="red")
-        text.append(f"  in: {clean(turn.text)}")
+    elif turn.reply.thought:
+        text.append(f"  {clean(turn.reply.thought)}", style="italic")
     if turn.reply.answer is not None:
         answer = turn.reply.answer
         text.append(f"  answer: {clean(answer.answer)}", style="bold")

@@ -40,6 +40,9 @@ def open_store(where: str | Path, run: RunInfo | None = None, *, lock_seconds: f
         engine = create_engine(url)
     try:
         found = _begin(engine, run, name) if run is not None else _read_run(engine, name)
+    except UnicodeDecodeError as error:  # SQLite quotes a damaged schema in its message
+        engine.dispose()
+        raise RunFolderError(f"store {name}: damaged; restore a copy or begin a new run") from error
     except BaseException:
         engine.dispose()
         raise
@@ -137,7 +140,7 @@ def _sqlite_engine(url: URL, name: str, lock_seconds: float) -> Engine:
             return StoreTimeout(f"waited {lock_seconds:g} s for the store {name}: another process holds its write lock")
         if code.startswith(("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR")):
             return UserError(f"store {name}: {error}; check free space and permissions")
-        if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+        if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")) or "decode to UTF-8" in str(error):
             return RunFolderError(f"store {name}: {error}; restore a copy or begin a new run")
         return None
 

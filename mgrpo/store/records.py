@@ -2,17 +2,20 @@
 
 The ordinary form is msgpack. It cannot hold two things that a model is free to write in a tool call's JSON: an
 integer beyond 64 bits and half of a surrogate pair. Such a value is kept as ASCII JSON; the first byte tells the two
-forms apart, since every record is a msgpack map or array and those never begin with ``{`` or ``[``.
+forms apart, since every record is a msgpack map or array and those never begin with ``{`` or ``[``. A CRC-32 closes
+either form: databases notice a damaged page of theirs, not a flipped bit inside a value.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from mgrpo.errors import RunFolderError
 from mgrpo.types import Failure, Sample, Task
 
 T = TypeVar("T")
@@ -39,22 +42,33 @@ class GroupHead:
 def encode(value: Any) -> bytes:
     """Bytes of a dataclass or mapping of this package. Raises TypeError on anything that is no plain value."""
     try:
-        return _ENCODER.encode(value)
+        body = _ENCODER.encode(value)
     except (OverflowError, UnicodeEncodeError):
-        return json.dumps(msgspec.to_builtins(value)).encode("ascii")
+        body = json.dumps(msgspec.to_builtins(value)).encode("ascii")
+    return body + _checksum(body)
+
+
+def _checksum(body: bytes) -> bytes:
+    return zlib.crc32(body).to_bytes(4, "big")
 
 
 class Decoder(Generic[T]):
-    """The inverse of `encode` for one type. Raises ValueError (msgspec's) on bytes that hold no such value."""
+    """The inverse of `encode` for one type.
+
+    Raises RunFolderError on bytes that differ from what was encoded, ValueError (msgspec's) on another type's.
+    """
 
     def __init__(self, type: type[T]) -> None:
         self._type = type
         self._msgpack = msgspec.msgpack.Decoder(type)
 
     def __call__(self, data: bytes) -> T:
-        if data[:1] in (b"{", b"["):
-            return msgspec.convert(json.loads(data), self._type)
-        return self._msgpack.decode(data)
+        body, checksum = data[:-4], data[-4:]
+        if _checksum(body) != checksum:
+            raise RunFolderError("the store holds a damaged record (its checksum differs); restore a copy of the store")
+        if body[:1] in (b"{", b"["):
+            return msgspec.convert(json.loads(body), self._type)
+        return self._msgpack.decode(body)
 
 
 decode_sample = Decoder(Sample)

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from mgrpo.config.vocabulary import pieces
 from mgrpo.errors import ConfigError, DataError
 from mgrpo.tasks.grading import exact_match, gaia_score
 from mgrpo.types import Corpus, Grade, Page, Task, Trajectory
+from mgrpo.worlds.vocabulary import common_words
 
 GradeTrajectory = Callable[[Task, Trajectory], float | None]  # in [0, 1]; None is unknown
 
@@ -32,6 +34,13 @@ class Settings(BaseModel, extra="forbid"):
     id: str | None = None
     corpus: Path | None = None
     grader: str = "gaia"
+
+    def vocabulary(self) -> list[str]:
+        """Every word of questions, answers and pages, for tiny models: what else is asked, they cannot read."""
+        texts = [text for task in _read_tasks(self) for text in (task.question, task.answer or "")]
+        pages = {} if self.corpus is None else _read_corpus(self.corpus).pages
+        texts += [text for page in pages.values() for text in (page.url, page.title, page.text)]
+        return sorted(common_words().union(*map(pieces, texts)))
 
     def build(self, seed: int = 0) -> JsonlSource:
         """Reads the files at once. Raises DataError naming file and line, ConfigError for the grader."""

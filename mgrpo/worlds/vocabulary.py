@@ -21,5 +21,10 @@ _COMMON = """
 
 def vocabulary() -> list[str]:
     """Sorted and stable; at most 900 words. Special tokens are the tokenizer's own business."""
-    words = {*f"{_PUNCTUATION} {_GRAMMAR} {_COMMON}".split(), *_NUMERALS, *KINDS, *ATTRIBUTES, *COMPARATIVES.values()}
-    return sorted(words | {*PLURALS.values(), *WORD_NAMES, *WORD_VALUES, *WORD_URLS})
+    words = {*_GRAMMAR.split(), *_NUMERALS, *KINDS, *ATTRIBUTES, *COMPARATIVES.values(), *PLURALS.values()}
+    return sorted(words | common_words() | {*WORD_NAMES, *WORD_VALUES, *WORD_URLS})
+
+
+def common_words() -> set[str]:
+    """What tools and agents say whatever the world is about, and punctuation."""
+    return {*f"{_PUNCTUATION} {_COMMON}".split()}

@@ -7,11 +7,12 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from report_samples import config_of
 from rich.console import Console
 
 from mgrpo.errors import DataError, RunFolderError
 from mgrpo.report.metrics_log import FILE, MetricsLog, read_metrics
-from mgrpo.report.summary import print_summary, write_summary
+from mgrpo.report.summary import print_summary, summary_of, write_summary
 
 
 def test_lines_are_there_at_once_and_say_what_they_are(tmp_path: Path) -> None:
@@ -106,6 +107,32 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> 
     with pytest.raises(ValueError):
         write_summary(tmp_path, {"seed": float("nan")})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"seed": 1}
+
+
+def test_summary_of_a_run_s_metrics() -> None:
+    times = iter((100.0, 103.0, 104.0, 104.5, 200.0, 210.0, 212.0, 213.0, 300.0, 301.0, 330.0))
+
+    def record(kind: str, step: int, stage: str, **values: object) -> dict[str, object]:
+        return {"kind": kind, "step": step, "stage": stage, "time": next(times), "seconds": 77.0, **values}
+
+    records = [
+        record("stage", 0, "warmup", name="warmup"),
+        record("collect", 0, "warmup"),  # 3 s
+        record("learn", 0, "warmup", agent="planner"),  # 1 s, at the same time as the next
+        record("learn", 0, "warmup", agent="searcher"),  # 0.5 s more
+        record("stage", 2, "rl", name="rl"),
+        record("evaluate", 2, "rl", name="before", success=0.1, sub_answer=None),
+        record("collect", 2, "rl"),  # 2 s
+        record("learn", 2, "rl", agent="planner"),  # 1 s, then the process was stopped
+        record("stage", 3, "rl", name="rl"),
+        record("collect", 3, "rl"),  # 1 s
+        record("evaluate", 62, "rl", name="after", success=0.6, sub_answer=0.9, calls_per_rollout=1.5),
+    ]
+    summary = summary_of(records, config_of(seed=4), 42.0)
+    assert (summary["warmup_seconds"], summary["rl_seconds"], summary["seconds"]) == (4.5, 4.0, 42.0)
+    assert (summary["success_before"], summary["success_after"], summary["seed"]) == (0.1, 0.6, 4)
+    assert summary["sub_answer_before"] is None and summary["sub_answer_after"] == 0.9
+    assert summary["greedy_before"] is None and summary["closed_book"] is None and summary["calls_per_rollout"] == 1.5
 
 
 def printed(summary: dict[str, object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_a_whole_run_leaves_its_metrics(tmp_path: Path) -> None:
     assert (evaluated["name"], evaluated["success"], evaluated["sub_answer"]) == ("before", 0.07, None)
     assert of_kind(tmp_path, "alarm") == []
     lines = text(screen).splitlines()
-    assert "evaluated before: success 0.07" in lines and "the end [of] it" in lines
+    assert "evaluated before: success 0.07  sub_answer -" in lines and "the end [of] it" in lines
     assert any(row.startswith("warmup 2/2") for row in lines)  # always at the end of a stage
     assert any(row.startswith("rl 1/60") for row in lines)
 
@@ -134,6 +135,23 @@ def test_after_a_resume_alarms_know_how_the_stage_began(tmp_path: Path) -> None:
     (alarm,) = of_kind(tmp_path, "alarm")
     assert alarm["step"] == 9 and "1.00 calls per rollout, 5.00 at the start" in alarm["message"]
     assert [r["calls_per_rollout"] for r in of_kind(tmp_path, "collect")] == [5.0] * 5 + [1.0] * 5
+
+
+def test_examples_and_the_end_of_a_run(tmp_path: Path) -> None:
+    screen = console()
+    with Reporter(tmp_path, config_of(), screen) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        collect(reporter, 2)
+        reporter.evaluated("after", 62, {"success": 0.625, "calls_per_rollout": 2.0})
+        group = lazy_group(2, 2)
+        reporter.example("after", group, rewarded(group))
+        summary = reporter.finish(12.0)
+    assert summary["success_after"] == 0.625 and json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    said = text(screen)
+    assert "example after training" in said and "-> searcher: capital of country 1" in said
+    assert "62.5 %" in said and "0:12 in all" in said
+    assert said.count("rl 0/60") == 2  # at its beginning and, once, at its end
 
 
 def with_tracker(**options: Any) -> Config:

@@ -19,7 +19,8 @@ def shown(member: Rollout, task: Task = TASK, width: int = 160) -> list[str]:
 
 
 def depth(row: str) -> int:
-    return len(row) - len(row.lstrip("│├└── "))
+    """Characters of guide lines before the text."""
+    return next(i for i, character in enumerate(row) if character not in "│├└─ ")
 
 
 def row_with(rows: list[str], words: str) -> str:
@@ -50,7 +51,7 @@ def test_a_single_call_stands_on_its_turn_s_line() -> None:
 def test_format_errors_forced_turns_and_endings_are_marked() -> None:
     member = rollout(0, 1, "Tarn", error="unknown tool 'nobody'")
     rows = shown(member)
-    assert "format error: unknown tool 'nobody'  in: <call> nobody" in row_with(rows, "turn 1  format")
+    assert "turn 1  <call> nobody  format error: unknown tool 'nobody'" in row_with(rows, "turn 1  <call>")
     assert "invalid format" in row_with(rows, "planner/0") and "reward 0.00" in row_with(rows, "planner/0")
     late = replace(member.root, turns=(answers("Tarn", forced=True),), ending="max_turns")
     rows = shown(Rollout(0, 0, (late,)))

@@ -1,0 +1,188 @@
+"""The commands of `mgrpo`, from help to Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, SMOKE, contents, mgrpo, smoke_run
+
+from mgrpo import __version__
+from mgrpo.run import RunFolder
+
+COMMAND = [sys.executable, "-c", "from mgrpo.cli import main; main()"]
+
+
+# ---------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "evaluate", "ask", "export"])
+def test_every_command_explains_every_option_and_shows_an_example(command: str) -> None:
+    help = mgrpo(command, "--help")
+    assert help.code == 0
+    assert f"mgrpo {command} r" in help.out  # an example
+    lines = [line for line in help.out.splitlines() if line.startswith("│ --")]
+    assert lines and all(len(line.strip("│ ").split("  ")) > 1 for line in lines), help.out
+
+
+def test_version() -> None:
+    assert mgrpo("--version").out == f"mgrpo {__version__}\n"
+
+
+def test_no_command_shows_the_help() -> None:
+    result = mgrpo()
+    assert result.code == 2 and "evaluate" in result.out + result.err
+
+
+# ---------------------------------------------------------------- train
+
+
+def test_a_run_has_its_recipe_metrics_weights_and_summary() -> None:
+    run = smoke_run()
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"seconds", "seed", "success_before", "success_after", "closed_book"} <= summary.keys()
+    kinds = {json.loads(line)["kind"] for line in (run / "metrics.jsonl").read_text().splitlines()}
+    assert {"collect", "learn", "evaluate", "stage"} <= kinds
+    config, store = RunFolder(run).open()
+    try:
+        assert store.committed() == sum(stage.steps * stage.groups_per_step for stage in config.stages)
+        assert all(store.trained(agent) == store.committed() for agent in config.agents)
+    finally:
+        store.close()
+
+
+def test_seed_set_and_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = ("--set", "name=short", "--set", "stages.0.steps=2", "--set", "stages.1.steps=1")
+    assert mgrpo("train", SMOKE, "--seed", "7", *changes, "--set", "evaluation.every=0").code == 0
+    config, store = RunFolder(Path("runs/short")).open()
+    store.close()
+    assert (config.seed, config.name, config.stages[0].steps) == (7, "short", 2)
+
+
+def test_a_finished_run_resumes_to_the_same_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(smoke_run(), run)
+    weights = contents(run / "weights")
+    assert mgrpo("train", run, "--resume").code == 0  # the folder stands for its own recipe
+    assert contents(run / "weights") == weights
+
+
+def test_ctrl_c_saves_and_names_the_command_that_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    changes = ["--set", "stages.1.steps=40", "--set", "evaluation.every=0"]
+    arguments = ["train", str(SMOKE), "--run", str(run), *changes]
+    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for_rollouts(process, run / "metrics.jsonl")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    (line,) = err.splitlines()
+    assert line.startswith("interrupted; go on with: mgrpo ")
+    config, store = RunFolder(run).open()
+    done = store.committed()
+    store.close()
+    assert 0 < done < (total := sum(stage.steps * stage.groups_per_step for stage in config.stages))
+    result = mgrpo(*shlex.split(line.partition(": ")[2])[1:])
+    assert result.code == 0, result
+    _, store = RunFolder(run).open()
+    assert store.committed() == total
+    store.close()
+
+
+def _wait_for_rollouts(process: subprocess.Popen[str], metrics: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.is_file() and '"reinforce"' in metrics.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no rollouts: {process.communicate() if process.poll() is not None else 'too slow'}")
+
+
+def test_an_error_in_a_loop_arrives_as_it_is(tmp_path: Path) -> None:
+    """A bug keeps its own traceback: neither one line without it nor a group of exceptions around it."""
+    (tmp_path / "broken_reward.py").write_text("def worth(*_):\n    raise ZeroDivisionError('in my reward')\n")
+    arguments = ["train", str(SMOKE), "--run", "run", "--set", "reward=broken_reward:worth"]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
+    result = subprocess.run(
+        [*COMMAND, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "ZeroDivisionError: in my reward"
+    assert "ExceptionGroup" not in result.stderr
+
+
+# ---------------------------------------------------------------- plan, evaluate, ask
+
+
+def test_plan_reads_the_recipe_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = mgrpo("plan", SMOKE, "--set", "agents.planner.num_generations=5")
+    assert result.code == 0 and "K = 5" in result.out and "searcher" in result.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluate_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    result = mgrpo("evaluate", smoke_run(), "--questions", "3", "--k", "2", "--split", "dev", "--json", file)
+    assert result.code == 0 and "questions answered right" in result.out
+    scores = json.loads(file.read_text())
+    assert (scores["questions"], scores["k"], scores["split"]) == (3, 2, "dev")
+    assert (scores["metrics"]["groups"], scores["metrics"]["rollouts"]) == (3, 6)
+
+
+def test_evaluate_without_tools_never_delegates(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    assert mgrpo("evaluate", smoke_run(), "--closed-book", "--temperature", "0", "--json", file).code == 0
+    assert json.loads(file.read_text())["metrics"]["calls_per_rollout"] == 0
+
+
+def test_the_same_evaluation_gives_the_same_numbers(tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        assert mgrpo("evaluate", smoke_run(), "--json", file).code == 0
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_ask_shows_the_tree_of_the_questions_own_answer() -> None:
+    result = mgrpo("ask", smoke_run(), "--task", "1")
+    assert result.code == 0 and "planner/0" in result.out and "gold:" in result.out
+
+
+def test_ask_takes_a_question_of_that_world() -> None:
+    refusal = mgrpo("ask", smoke_run(), "What is the capital of Atlantis?")
+    assert refusal.code == 2
+    first, *examples = refusal.err.splitlines()
+    assert "Atlantis" in first and len(examples) == 3
+    result = mgrpo("ask", smoke_run(), examples[0].strip())
+    assert result.code == 0 and examples[0].strip() in result.out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("question", ["capital", "What is the height of the capital of ?", ""])
+def test_ask_refuses_what_the_world_cannot_answer(question: str) -> None:
+    result = mgrpo("ask", smoke_run(), question)
+    assert result.code == 2 and len(result.err.splitlines()) == 4
+
+
+# ---------------------------------------------------------------- from Python
+
+
+def test_a_trained_team_answers_from_python() -> None:
+    from mgrpo.errors import DataError
+    from mgrpo.evaluate import evaluation_source
+    from mgrpo.team import Team
+
+    team = Team.load(smoke_run())
+    question = evaluation_source(team).task(0).question
+    assert team.ask(question).root.task == question
+    with pytest.raises(DataError, match="no word for Atlantis; ask for instance"):
+        team.ask("What is the capital of Atlantis?")
+    with pytest.raises(DataError, match="no version 0 of planner; kept: 3, 4, 5"):
+        Team.load(smoke_run(), version=0)

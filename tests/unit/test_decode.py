@@ -1,0 +1,221 @@
+"""The local engine against plain forward passes of the same model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, plain_logprobs, tiny_model
+
+from mgrpo.engines.base import Completion, Request, Sampling
+from mgrpo.engines.decode import Decoder, _new_row, _sample, check_decoding, uniforms
+from mgrpo.engines.local import Local, Settings
+from mgrpo.errors import ConfigError, DataError
+from mgrpo.types import TrajectoryId
+
+LENGTHS = (3, 17, 1, 9)
+
+
+def ask(index: int, prompt: Sequence[int], temperature: float = 0.7, max_tokens: int = 8, stop: int = 1) -> Request:
+    return Request(TrajectoryId(0, index, "a", 0), tuple(prompt), Sampling(temperature, max_tokens, 5), (stop,))
+
+
+def ragged(**options: Any) -> list[Request]:
+    return [ask(i, [(7 * i + j) % 60 + 2 for j in range(n)], **options) for i, n in enumerate(LENGTHS)]
+
+
+def assert_plain(model: Any, request: Request, completion: Completion, tolerance: float = 1e-5) -> None:
+    """R-27: the engine's log-probabilities are those of an ordinary forward pass over prompt and turn."""
+    temperature = request.sampling.temperature or 1.0
+    whole = plain_logprobs(model, request.prompt_ids + completion.token_ids, temperature)
+    expected = whole[len(request.prompt_ids) - 1 :]
+    assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=tolerance, rtol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2", "opt", "gemma2"])
+def test_ragged_prompts_are_scored_as_in_a_plain_forward_pass(kind: str) -> None:
+    full = {"layer_types": ["full_attention"] * 2, "final_logit_softcapping": 2.0} if kind == "gemma2" else {}
+    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 32} if kind == "opt" else {}
+    model = tiny_model(kind, **full, **sizes)
+    check_decoding(Decoder(model))
+    requests = ragged()
+    for request, completion in zip(requests, Decoder(model).decode(requests, 3), strict=True):
+        assert_plain(model, request, completion)
+        assert completion.version == 3
+        assert (completion.stop_reason == "stop") == (completion.token_ids[-1] == 1)
+        assert completion.stop_reason == "stop" or len(completion.token_ids) == 8
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_shared_and_own_key_value_heads(heads: int) -> None:
+    model = tiny_model(num_key_value_heads=heads)
+    requests = ragged(max_tokens=4)
+    for request, completion in zip(requests, Decoder(model).decode(requests, 0), strict=True):
+        assert_plain(model, request, completion)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}, "sliding_attention"),
+        ("gemma2", {}, "sliding_attention"),
+        ("mistral", {"sliding_window": 4}, "sliding_attention"),  # names no layer types
+        ("phi3", {"sliding_window": 4}, "sliding_attention"),
+        ("mamba", {"state_size": 4}, "linear_attention"),
+        ("bloom", {}, "bloom"),
+        ("gptj", {"rotary_dim": 4}, "off by"),  # takes its positions from elsewhere: wrong, not broken
+    ],
+)
+def test_models_that_it_would_decode_wrongly_are_refused(kind: str, options: dict[str, Any], said: str) -> None:
+    model = tiny_model(kind, **options)
+    with pytest.raises(ConfigError, match=f"engine type 'local' .*{said}.* serve it with vLLM"):
+        check_decoding(Decoder(model))
+
+
+# ---------------------------------------------------------------- turns of one trajectory
+
+
+def next_turn(request: Request, completion: Completion, observed: Sequence[int]) -> Request:
+    prompt = request.prompt_ids + completion.token_ids + tuple(observed)
+    return Request(request.id, prompt, request.sampling, request.stop_ids)
+
+
+def test_a_later_turn_reuses_the_prefix_and_equals_cold_decoding() -> None:
+    model = tiny_model()
+    warm, requests, computed = Decoder(model), ragged(), []
+    handle = model.model.embed_tokens.register_forward_hook(lambda _, ids, out: computed.append(ids[0].numel()))
+    for observed in ((9, 8, 7), (5,)):
+        completions = warm.decode(requests, 0)
+        requests = [next_turn(r, c, observed) for r, c in zip(requests, completions, strict=True)]
+    computed.clear()
+    later = warm.decode(requests, 0)
+    assert computed[0] == len(LENGTHS) * 2  # the last sampled token and the observed one, not the prompt again
+    handle.remove()
+    for request, completion in zip(requests, later, strict=True):
+        assert_plain(model, request, completion)
+    cold = Decoder(model).decode(requests, 0)
+    assert [c.token_ids for c in later] == [c.token_ids for c in cold]
+    for one, other in zip(later, cold, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_a_rewritten_history_uses_only_the_common_prefix() -> None:
+    model = tiny_model()
+    decoder = Decoder(model)
+    decoder.decode([ask(0, range(2, 20))], 0)
+    changed = ask(0, [*range(2, 10), 40, 41, *range(12, 20)])
+    shorter = ask(0, range(2, 6))
+    for request in (changed, shorter, ask(0, range(30, 40))):
+        assert_plain(model, request, decoder.decode([request], 0)[0])
+
+
+def test_release_and_load_drop_what_was_cached(tmp_path: Path) -> None:
+    """R-54, R-56: nothing computed with old weights survives, and completions carry the new version."""
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    new.save_pretrained(tmp_path)
+    decoder = Decoder(old)
+    engine = Local(decoder)
+    first = ragged()
+    completions = asyncio.run(engine.generate(first))
+    assert {c.version for c in completions} == {0}
+    engine.release(first[0].id)
+    assert set(decoder._kept) == {request.id for request in first[1:]}
+    asyncio.run(engine.load(4, str(tmp_path)))
+    assert not decoder._kept
+    second = [next_turn(r, c, (6,)) for r, c in zip(first, completions, strict=True)]
+    for request, completion in zip(second, asyncio.run(engine.generate(second)), strict=True):
+        assert completion.version == 4
+        assert_plain(new, request, completion)
+
+
+def test_requests_beyond_max_batch_are_decoded_in_chunks() -> None:
+    model = tiny_model()
+    requests = ragged()
+    whole = asyncio.run(Local(Decoder(model)).generate(requests))
+    chunked = asyncio.run(Local(Decoder(model), max_batch=3).generate(requests))
+    assert [c.token_ids for c in whole] == [c.token_ids for c in chunked]
+
+
+def test_limits_of_one_batch_may_differ() -> None:
+    requests = [ask(i, range(2, 8), max_tokens=n, stop=63) for i, n in enumerate((1, 6, 3))]
+    completions = Decoder(tiny_model()).decode(requests, 0)
+    assert [len(c.token_ids) for c in completions if c.stop_reason == "length"] == [1, 6, 3]
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def rows(*samplings: Sampling) -> list[Any]:
+    return [_new_row(Request(TrajectoryId(0, i, "a", 0), (2,), s, ())) for i, s in enumerate(samplings)]
+
+
+def test_logprobs_are_at_the_sampling_temperature() -> None:
+    """R-35: logits [2, 0] at T = 0.5 are [4, 0], and log softmax is -0.0181 at the first."""
+    asked = rows(*[Sampling(0.5, 1, seed) for seed in range(40)])
+    tokens = _sample(torch.tensor([[2.0, 0.0]]).expand(40, 2), asked, 0).tolist()
+    expected = [-math.log1p(math.exp(-4.0)), -4.0 - math.log1p(math.exp(-4.0))]
+    assert expected[0] == pytest.approx(-0.0181, abs=1e-4)
+    for row, token in zip(asked, tokens, strict=True):
+        assert row.logprobs == pytest.approx([expected[token]], abs=1e-6)
+    assert tokens.count(0) > 30
+
+
+def test_temperature_zero_is_greedy_and_mixes_with_sampling() -> None:
+    logits = torch.tensor([[0.0, 5.0, 4.9]]).repeat(2, 1)
+    greedy, _ = asked = rows(Sampling(0.0, 1), Sampling(1.0, 1))
+    assert _sample(logits, asked, 0)[0] == 1
+    assert greedy.logprobs == pytest.approx([float(torch.log_softmax(logits[0], 0)[1])])
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    row = SimpleNamespace(
+        request=ask(0, (2,), temperature=1.0), ids=[], logprobs=[], noise=[0.0, 1.0 - 2.0**-53], stop_reason=None
+    )
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 2.0, -torch.inf]])
+    assert [int(_sample(logits, [row], step)[0]) for step in (0, 1)] == [1, 3]
+
+
+def test_sampling_noise_does_not_depend_on_the_batch() -> None:
+    model = tiny_model()
+    requests = ragged()
+    together = Decoder(model).decode(requests, 0)
+    alone = [Decoder(model).decode([request], 0)[0] for request in requests]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    other = Request(TrajectoryId(0, 9, "a", 0), requests[1].prompt_ids, requests[1].sampling, ())
+    assert Decoder(model).decode([other], 0)[0].token_ids != together[1].token_ids
+
+
+def test_uniforms_lie_in_the_unit_interval() -> None:
+    drawn = uniforms(0, TrajectoryId(1, 2, "a", 3), 0, 4000)
+    assert 0.0 <= drawn.min() and drawn.max() < 1.0
+    assert abs(drawn.mean() - 0.5) < 0.02
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    return path
+
+
+def test_bfloat16_decodes(folder: Path) -> None:
+    engine = Settings(dtype="bfloat16").build(folder=folder)
+    model = engine._decoder.model
+    assert model.dtype == torch.bfloat16
+    for request, completion in zip(ragged(), asyncio.run(engine.generate(ragged())), strict=True):
+        assert all(0 <= id < VOCABULARY for id in completion.token_ids)
+        assert_plain(model, request, completion, tolerance=0.1)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"model folder {tmp_path}: no config.json there"):
+        Settings().build(folder=tmp_path)

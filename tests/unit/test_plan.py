@@ -1,0 +1,289 @@
+"""What `mgrpo plan` says, checked against the parts it speaks of."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_samples import config_of
+
+from mgrpo.config import Config, TinyModel, load
+from mgrpo.errors import ConfigError, DataError
+from mgrpo.report.model_size import folder_size, memory, tiny_size, version_bytes
+from mgrpo.report.plan import (
+    comparison_lines,
+    expected_rows,
+    loss_lines,
+    memories,
+    model_sizes,
+    plan_text,
+    reward_lines,
+)
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+def agent(role: str = "subagent", **options: Any) -> dict[str, Any]:
+    return {"role": role, "model": {"type": "tiny"}, "format": "compact", **options}
+
+
+def team(searcher: dict[str, Any] | None = None, **changes: Any) -> Config:
+    planner = agent("planner", tools=["searcher"])
+    return config_of(agents={"planner": planner, "searcher": agent(tools=["search"]) | (searcher or {})}, **changes)
+
+
+def meaning(lines: list[tuple[str, str]], term: str) -> str:
+    """What stands beside ``term``, with what follows it under no term of its own."""
+    terms = [name for name, _ in lines]
+    start = terms.index(term)
+    end = next((i for i in range(start + 1, len(lines)) if terms[i]), len(lines))
+    return " ".join(text for _, text in lines[start:end])
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        TinyModel(type="tiny"),
+        TinyModel(type="tiny", hidden_size=48, intermediate_size=80, num_layers=2, num_heads=3),
+    ],
+)
+@pytest.mark.parametrize("format", ["compact", "hermes"])
+def test_tiny_parameters_are_those_of_the_real_model(tiny: TinyModel, format: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from mgrpo.agents.formats import Compact, Hermes
+    from mgrpo.engines.model import load_model
+    from mgrpo.policy.tiny import write_tiny
+    from mgrpo.tasks.world import Settings
+
+    controls = {"compact": Compact, "hermes": Hermes}[format]().controls
+    write_tiny(tmp_path / "m", tiny, Settings().vocabulary(), controls, seed=0)
+    model = load_model(tmp_path / "m")
+    changed = {"model": tiny.model_dump(), "format": format}
+    size = model_sizes(team(changed))["searcher"]
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    inner = {name: p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name}
+    assert size.matrices == sum(p.numel() for p in inner.values())
+    assert folder_size(tmp_path / "m") == size
+
+
+def test_optimizer_state_is_that_of_the_real_optimizers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from mgrpo.engines.model import load_model
+    from mgrpo.policy.optimizers import make_optimizers
+    from mgrpo.policy.tiny import write_tiny
+
+    tiny = TinyModel(type="tiny", hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+    write_tiny(tmp_path / "m", tiny, ["a", "b"], ["<call>"], seed=0)
+    size = folder_size(tmp_path / "m")
+    for name in ("adamw", "muon"):
+        model = load_model(tmp_path / "m")
+        optimizers = make_optimizers(model, name, 1e-3, (0.9, 0.98), 0.0)
+        model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        kept = sum(
+            value.numel() * value.element_size()
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if value.ndim > 0
+        )
+        estimate = memory(size, name, 0, 4)  # type: ignore[arg-type]
+        assert estimate.optimizer == kept
+        assert estimate.weights == estimate.gradients == 4 * size.parameters
+        assert version_bytes(size, name) == 4 * size.parameters + kept  # type: ignore[arg-type]
+
+
+def test_activations_are_about_what_the_backward_pass_keeps(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from mgrpo.engines.model import load_model
+    from mgrpo.policy.tiny import write_tiny
+
+    tiny = TinyModel(type="tiny")
+    write_tiny(tmp_path / "m", tiny, [f"w{i}" for i in range(800)], ["<call>"], seed=0)
+    model = load_model(tmp_path / "m").train()
+    weights = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Any) -> Any:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(input_ids=torch.ones(8, 64, dtype=torch.int64), use_cache=False).logits
+        torch.log_softmax(logits, -1).sum()
+    estimate = memory(folder_size(tmp_path / "m"), "adamw", 8 * 64, 4).activations
+    assert 0.5 * estimate < sum(kept.values()) < 1.5 * estimate
+
+
+def write_folder(folder: Path, shapes: dict[str, list[int]], sharded: bool = False) -> Path:
+    folder.mkdir()
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 10}
+    (folder / "config.json").write_text(json.dumps(shape | {"num_key_value_heads": 1, "intermediate_size": 6}))
+    files = [f"model-{i}.safetensors" for i in range(len(shapes))] if sharded else ["model.safetensors"] * len(shapes)
+    for file in dict.fromkeys(files):
+        own = {name: size for name, size, at in zip(shapes, shapes.values(), files, strict=True) if at == file}
+        entries = {name: {"dtype": "BF16", "shape": size, "data_offsets": [0, 0]} for name, size in own.items()}
+        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        (folder / file).write_bytes(struct.pack("<Q", len(header)) + header)
+    if sharded:
+        index = {"weight_map": dict(zip(shapes, files, strict=True))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_folder_is_counted_from_its_headers(tmp_path: Path, sharded: bool) -> None:
+    shapes = {"model.embed_tokens.weight": [10, 8], "q.weight": [8, 8], "norm.weight": [8], "lm_head.weight": [10, 8]}
+    size = folder_size(write_folder(tmp_path / "m", shapes, sharded))
+    assert (size.parameters, size.matrices, size.kv_width) == (80 + 64 + 8 + 80, 64, 4)
+
+
+def test_folders_that_are_no_models_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"model folder .*nowhere: no config.json there"):
+        plan_text(team({"model": str(tmp_path / "nowhere")}))
+    whole = write_folder(tmp_path / "m", {"q.weight": [8, 8]})
+    (whole / "model.safetensors").rename(whole / "other")
+    with pytest.raises(DataError, match=r"model folder .*m: neither model.safetensors nor"):
+        folder_size(whole)
+    (whole / "model.safetensors").write_bytes(b"\xff" * 7)
+    with pytest.raises(DataError, match=r"model folder .*m: model.safetensors is no safetensors file"):
+        folder_size(whole)
+    (whole / "model.safetensors").write_bytes(struct.pack("<Q", 2**50) + b"{}")
+    with pytest.raises(DataError, match="cut off"):
+        folder_size(whole)
+    (whole / "other").rename(whole / "model.safetensors")
+    (whole / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(DataError, match="'num_attention_heads'"):
+        folder_size(whole)
+
+
+class Wordless:
+    """A user's tasks that say nothing of their vocabulary."""
+
+    def __init__(self, split: str = "train") -> None:
+        self.split = split
+
+
+def test_a_tiny_model_needs_a_closed_vocabulary() -> None:
+    with pytest.raises(ConfigError, match=r"agents.planner.model: .*closed vocabulary"):
+        plan_text(config_of(tasks={"type": f"{__name__}:Wordless"}))
+    with pytest.raises(ConfigError, match="closed vocabulary only with"):
+        plan_text(config_of(tasks={"type": "world", "names": "syllables"}))
+
+
+def test_frozen_agents_only_take_their_engine() -> None:
+    own = memories(team({"trainable": False, "engine": {"type": "local", "dtype": "bfloat16"}}))["searcher"]
+    size = model_sizes(team())["searcher"]
+    assert (own.weights, own.gradients, own.optimizer, own.activations) == (0, 0, 0, 0)
+    assert own.total == own.engine == 2 * size.parameters
+    elsewhere = memories(team({"trainable": False, "engine": {"type": "scripted", "function": "m:f"}}))["searcher"]
+    assert elsewhere.total == 0
+
+
+# ---------------------------------------------------------------- words and numbers
+
+
+def test_expected_rows() -> None:
+    config = team()
+    warmup, rl = config.stages
+    assert expected_rows(config, rl, "planner") == 128 and expected_rows(config, warmup, "planner") == 32
+    rows = expected_rows(config, rl, "searcher")
+    assert rows is not None and 128 < rows < 128 * 6  # one to six parts a question
+    resampled = team({"align": "resample", "trajectories_per_rollout": 4})
+    assert expected_rows(resampled, rl, "searcher") == 128 * 4
+    assert expected_rows(resampled, warmup, "searcher") == expected_rows(config, warmup, "searcher")
+    assert expected_rows(team({"trainable": False}), rl, "searcher") == 0
+
+
+def test_rewards_with_the_recipe_s_numbers() -> None:
+    lines = reward_lines(team({"reward_weights": {"format": 0.2, "correct_main": 0.3, "expert": 0.5}}))
+    assert meaning(lines, "R(planner)").startswith("0.1 format + 0.9 correct if")
+    assert meaning(lines, "R(searcher)").startswith("0.2 format + 0.3 correct_main + 0.5 expert if")
+    excluding = reward_lines(config_of(rollout={"unknown_reward": "exclude"}))
+    assert "it excludes the trajectory" in meaning(excluding, "terms")
+    assert "my.module:f" in reward_lines(config_of(reward="my.module:f"))[0][1]
+
+
+def test_comparisons_in_words() -> None:
+    lines = comparison_lines(team())
+    assert "its 8 attempts at one question" in meaning(lines, "planner")
+    assert "A = (R - mu) / sigma" in meaning(lines, "planner")
+    assert "d_k calls counts 8/d_k" in meaning(lines, "searcher")
+    assert "to 8 per attempt" in meaning(comparison_lines(team({"align": "resample"})), "searcher")
+    assert "every call counts 1" in meaning(comparison_lines(team({"align": "none"})), "searcher")
+    assert meaning(comparison_lines(team({"trainable": False})), "searcher").startswith("nobody")
+    plain = comparison_lines(team(learner={"scale_rewards": "none"}))
+    assert "A = R - mu" in meaning(plain, "planner") and "sigma" not in meaning(plain, "planner").split("A = ")[1][:12]
+
+
+def test_a_group_of_one_is_called_what_it_is() -> None:
+    alone = team(stages=[{"name": "rl", "steps": 1, "groups_per_step": 4, "num_generations": 1}])
+    assert "learns nothing" in meaning(comparison_lines(alone), "planner")
+
+
+def test_losses_and_their_denominators() -> None:
+    lines = loss_lines(team({"trajectories_per_rollout": 4}, learner={"clip_ratio_high": 0.28}))
+    planner, searcher = meaning(lines, "planner in rl"), meaning(lines, "searcher in rl")
+    assert "min(r A, clip(r, 0.8, 1.28) A)" in planner and "W = sum of w = 128 (attempts)" in planner
+    assert "w = 4/d_k" in searcher and "128 x 4 = 512, less 4" in searcher
+    assert "loss = - sum of c log pi" in meaning(lines, "planner in warmup")
+    assert "w = 1, n = " in meaning(lines, "searcher in warmup")
+    summed = loss_lines(team({"align": "none"}, learner={"loss_agg_mode": "seq-mean-token-sum"}))
+    assert "c = w / W, w = 1, W = sum of w = number of its calls" in meaning(summed, "searcher in rl")
+    by_token = loss_lines(team(learner={"loss_agg_mode": "token-mean"}))
+    assert "W = sum of w over all sampled tokens" in meaning(by_token, "planner in rl")
+
+
+def test_stages_with_one_formula_share_its_lines() -> None:
+    shape = {"groups_per_step": 4, "steps": 1}
+    config = team(stages=[{"name": "one", **shape}, {"name": "two", **shape}, {"name": "three", **shape, "steps": 9}])
+    assert [term for term, _ in loss_lines(config) if term] == [
+        "planner in one, two, three",
+        "searcher in one, two, three",
+    ]
+
+
+def test_denominators_are_those_of_the_algorithm() -> None:
+    """The coefficients of a step where every attempt calls add up to 1 with the W that the plan names."""
+    pytest.importorskip("torch")
+    from report_samples import group_of, rewarded, rollout
+
+    from mgrpo.algorithm.alignment import align
+    from mgrpo.algorithm.loss import token_coefficients
+    from mgrpo.types import Sample
+
+    config = team(stages=[{"name": "rl", "steps": 1, "groups_per_step": 1, "num_generations": 3}])
+    group = group_of(*(rollout(index, index + 1) for index in range(3)))
+    worth = rewarded(group)
+    searchers = [Sample(t, worth[t.id]) for member in group.rollouts for t in member.trajectories[1:]]
+    rows = align(searchers, "weight", 8, seed=0, step=0)
+    n, w = rows[0].loss_mask.count(True), rows[0].weight
+    assert token_coefficients(rows)[0] == pytest.approx(w / (n * 24))
+    assert "3 x 8 = 24" in meaning(loss_lines(config), "searcher in rl")
+
+
+def test_the_whole_text(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan_text(team({"trainable": False}), width=100)
+    for title in ("Who learns what", "Stages", "Rewards", "Who is compared with whom", "Loss", "Size and memory"):
+        assert f"\n{title} ─" in text
+    assert "no, frozen" in text and "searcher in" not in text and "601k" in text
+    assert all(len(row) <= 100 for row in text.splitlines())
+    assert capsys.readouterr().out == ""
+    assert tiny_size(TinyModel(type="tiny"), 849).parameters == model_sizes(team())["planner"].parameters
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_planned(recipe: Path) -> None:
+    config = load(recipe)
+    if any(isinstance(agent.model, str) and not Path(agent.model).is_dir() for agent in config.agents.values()):
+        pytest.skip("names a model folder that is not here")
+    text = plan_text(config)
+    assert config.name in text and all(stage.name in text for stage in config.stages)
