@@ -41,7 +41,6 @@ class Team:
             for name, agent in config.agents.items()
         }
         self._tools = tools_of(config)
-        self._prompts = {name: _prompt(agent, name) for name, agent in config.agents.items()}
         self._loaded: dict[str, int] = dict.fromkeys(config.agents, -1)
 
     @classmethod
@@ -130,7 +129,7 @@ class Team:
                 tools[tool] = self._tools[tool]
         engine = self.engines[name] if teacher is None else self._scripted(name, teacher, seed)
         sampling = Sampling(config.temperature if temperature is None else temperature, seed=seed)
-        return Agent(name, self.chats[name], engine, tools, _limits(config), sampling, self._prompts[name])
+        return Agent(name, self.chats[name], engine, tools, _limits(config), sampling, config.prompt)
 
     def _scripted(self, name: str, teacher: Any, seed: int) -> Engine:
         if not hasattr(teacher, "teacher"):
@@ -183,10 +182,12 @@ def check_parts(config: Config) -> None:
     if config.reward:
         load_object(config.reward, "reward")
     for name, agent in config.agents.items():
-        _prompt(agent, name)
         if isinstance(agent.model, str):
             check_model_folder(agent.model, f"agents.{name}.model")
-            Chat(tokenizer_of(Path(agent.model)), FORMATS[agent.format])
+            try:
+                Chat(tokenizer_of(Path(agent.model)), FORMATS[agent.format])
+            except ConfigError as error:
+                raise ConfigError(f"agents.{name}: {agent.model} and format {agent.format!r}: {error}") from error
 
 
 def _limits(config: AgentConfig) -> Limits:
@@ -200,20 +201,15 @@ def _limits(config: AgentConfig) -> Limits:
     )
 
 
-def _prompt(config: AgentConfig, name: str) -> str:
-    """The system prompt itself, or the text of the file that it names."""
-    if not config.prompt.endswith((".md", ".txt")):
-        return config.prompt
-    try:
-        return Path(config.prompt).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"agents.{name}.prompt: {config.prompt}: {error.strerror}") from error
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def tokenizer_of(folder: Path) -> Any:
     """The tokenizer in a model folder. Raises DataError naming the folder."""
     from transformers import AutoTokenizer
 
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):  # transformers would make an empty one up
+        raise DataError(f"model folder {folder}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy it there")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

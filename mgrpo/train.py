@@ -20,9 +20,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mgrpo.agents.loop import together
 from mgrpo.agents.rollout import run_groups
@@ -40,8 +40,8 @@ from mgrpo.store.waiting import wait
 from mgrpo.types import Sample
 
 
-def train(config: Config, folder: str | Path, resume: bool = False, reporter: Reporter | None = None) -> dict[str, float]:
-    """Run every stage of ``config`` in ``folder`` and return the summary. ``resume`` goes on with a run that stopped."""
+def train(config: Config, folder: str | Path, resume: bool = False, reporter: Reporter | None = None) -> dict[str, Any]:
+    """Run every stage of ``config`` in ``folder`` and return the summary; ``resume`` goes on with a run that stopped."""
     with Session(config, Path(folder), resume, reporter) as session:
         gc.freeze()  # what lives as long as the run is not searched for garbage at every step
         asyncio.run(_both_loops(session))
@@ -79,7 +79,7 @@ async def learn(session: Session, agent: str) -> None:
         if learns:
             session.begin_stage(agent, window)
         for step, stage_step, ids in window.steps if learns else ():
-            samples = [s for group in groups[ids.start - window.first_group : ids.stop - window.first_group] for s in group]
+            samples = [sample for id in ids for sample in groups[id - window.first_group]]
             started = time.perf_counter()
             found = await asyncio.to_thread(update, session, policy, agent, window, samples, step, stage_step)
             session.learned(step, agent, found, time.perf_counter() - started)
@@ -106,5 +106,5 @@ def update(
     return row_metrics(rows, compared, teach) | policy.update(batches, loss, stage_step)
 
 
-def _clipped(low: float, high: float) -> Callable[..., object]:
+def _clipped(low: float, high: float) -> LossFunction:
     return partial(policy_loss, clip_ratio_low=low, clip_ratio_high=high)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import io
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,6 +20,9 @@ import pytest
 from mgrpo.cli import main
 
 ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-P", "-c", "from mgrpo.cli import main; main()"]
+# Like the installed script: in any folder, and without that folder on the path.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 SMOKE = ROOT / "recipes" / "smoke.toml"
 
 

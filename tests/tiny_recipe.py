@@ -1,4 +1,4 @@
-"""The smallest recipes that train for real: two tiny models (or one), a small world, a warm-up in windows, a few steps."""
+"""The smallest recipes that train for real: one or two tiny models, a small world, a warm-up, a few steps."""
 
 from __future__ import annotations
 

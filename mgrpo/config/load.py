@@ -49,7 +49,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 def resolve(table: Mapping[str, Any]) -> Config:
     """A checked Config from a plain table (what a recipe holds)."""
     try:
-        config = Config.model_validate(with_preset(table))
+        config = Config.model_validate(with_prompts(with_preset(table)))
     except ValidationError as error:
         raise ConfigError(describe(error, Config)) from error
     check(config)
@@ -91,6 +91,29 @@ def with_preset(table: Mapping[str, Any]) -> dict[str, Any]:
         for name, agent in agents.items()
     }
     return {**table, "agents": filled} if agents else dict(table)
+
+
+def with_prompts(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompts that name a .md or .txt file replaced by its text, so that a run holds what its agents were told."""
+    agents = table.get("agents")
+    if not isinstance(agents, Mapping):
+        return dict(table)
+    filled = {
+        name: {**agent, "prompt": _prompt(agent["prompt"], f"agents.{name}.prompt")}
+        if isinstance(agent, Mapping) and isinstance(agent.get("prompt"), str)
+        else agent
+        for name, agent in agents.items()
+    }
+    return {**table, "agents": filled}
+
+
+def _prompt(prompt: str, where: str) -> str:
+    if not prompt.endswith((".md", ".txt")) or len(prompt.split()) != 1:
+        return prompt
+    try:
+        return Path(prompt).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {prompt}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def dump(config: Config) -> str:

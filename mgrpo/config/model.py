@@ -58,7 +58,7 @@ class AgentConfig(Strict):
     model: str | TinyModel
     engine: dict[str, Any] = {"type": "local"}
     format: Literal["hermes", "compact"] = "hermes"
-    prompt: str = ""
+    prompt: str = Field("", description="the system prompt, or the path of a .md or .txt file that holds it")
     tools: tuple[str, ...] = ()
     trainable: bool = True
     num_generations: int | None = Field(None, gt=0, description="K, rollouts per question (planner only)")
@@ -90,7 +90,6 @@ class RolloutConfig(Strict):
     max_calls: int = Field(32, gt=0, description="sub-agent invocations in one rollout")
     rollout_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(120.0, gt=0)
-    max_retries: int = Field(2, ge=0, description="how often a rollout that failed for infrastructure is run again")
     unknown_reward: Literal["renormalise", "exclude"] = "renormalise"
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from mgrpo.config import AgentConfig, Config, LearnerConfig, StageConfig, TinyModel
 from mgrpo.config.registry import settings
+from mgrpo.config.vocabulary import closed_vocabulary
 from mgrpo.errors import ConfigError
 from mgrpo.report.model_size import Memory, ModelSize, folder_size, memory, tiny_size, version_bytes
 from mgrpo.report.notation import UNKNOWN, short, size
@@ -225,10 +226,7 @@ def _size(config: Config, name: str) -> ModelSize:
     agent = config.agents[name]
     if not isinstance(agent.model, TinyModel):
         return folder_size(agent.model)
-    words = getattr(settings("tasks", config.tasks, "tasks"), "vocabulary", None)
-    if words is None:
-        raise ConfigError(f"agents.{name}.model: a tiny model needs tasks with a closed vocabulary; name a folder")
-    return tiny_size(agent.model, len(words()) + _ADDED_TOKENS[agent.format])
+    return tiny_size(agent.model, len(closed_vocabulary(config)) + _ADDED_TOKENS[agent.format])
 
 
 def memories(config: Config) -> dict[str, Memory]:

@@ -70,6 +70,8 @@ def _file(url: URL, may_create: bool) -> str:
         raise RunFolderError(f"store {path}: the folder {path.parent} does not exist")
     if not may_create and not path.is_file():
         raise RunFolderError(f"store {path}: no such file; no run has begun there")
+    if not may_create and not path.stat().st_size:
+        raise RunFolderError(f"store {path}: empty; restore a copy or begin a new run")
     return url.database
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import SMOKE, contents, mgrpo, refused, smoke_run
+from command_line import COMMAND, ENVIRONMENT, SMOKE, contents, mgrpo, refused, smoke_run
 
 from mgrpo.config import load
 
@@ -40,26 +39,31 @@ MISTAKES = {
     "infinite": ("learner.learning_rate=inf", "learner.learning_rate: must be a finite number"),
     "out of range": ("tools.search.k=0", "tools.search.k: must be greater than or equal to 1, got 0"),
     "not a table": ("agents.searcher=3", "agents.searcher: must be a table, got 3"),
-    "no planner": ("agents.planner.role=subagent", "agents.planner.num_generations: only the planner has it"),
+    "no planner": ("agents.planner.role=subagent", "agents: exactly one agent has role = 'planner', here 0"),
     "circular": ('agents.searcher.tools=["searcher"]', "agents.searcher.tools: 'searcher' can reach itself"),
-    "planner as a tool": ('agents.searcher.tools=["planner"]', "the planner 'planner' cannot be called by an agent"),
+    "circular by two": ('agents.searcher.tools=["planner"]', "agents.planner.tools: 'planner' can reach itself"),
     "inert: sub-agent's key": ("agents.planner.align=weight", "agents.planner.align: only sub-agents have it"),
     "inert: unused tool": ('agents.searcher.tools=["search"]', "tools.visit: no agent has it"),
     "inert: uncalled agent": ('agents.planner.tools=["search"]', "agents.searcher: no agent calls it"),
     "inert: clip of sft": ("stages.0.learner.clip_ratio_low=0.1", "stages.0.learner.clip_ratio_low: has no effect"),
-    "no held-out questions": ("evaluation.tasks={}", "evaluation.tasks: missing; name questions that are not trained on"),
+    "no held-out questions": (
+        "evaluation.tasks={}",
+        "evaluation.tasks: missing; name questions that are not trained on",
+    ),
     "loss against rollouts": ("stages.1.policy_loss=sft", "stages.1.policy_loss: 'sft' cannot learn from"),
-    "window does not divide": ("stages.0.weight_sync_steps=3", "stages.0.weight_sync_steps: 3 does not divide steps = 4"),
+    "window does not divide": (
+        "stages.0.weight_sync_steps=3",
+        "stages.0.weight_sync_steps: 3 does not divide steps = 4",
+    ),
     "names twice": ("stages.1.name=mechanics", "stages.1.name: 'mechanics' is taken by an earlier stage"),
     "unknown agent in train": ('stages.1.train=["x"]', "stages.1.train: unknown agent 'x'"),
     "reward term": ("agents.planner.reward_weights.x=1", "agents.planner.reward_weights.x: unknown term"),
     "missing term": ("agents.planner.reward_weights={format=1}", "agents.planner.reward_weights.correct: missing"),
     "import path": ("tools.search.type=no_such:Thing", "tools.search.type: cannot import 'no_such:Thing'"),
-    "import name": ("reward=json:dumpz", "reward: json holds no 'dumpz' (did you mean 'dumps'?)"),
+    "import name": ("reward=json:dumpz", "reward: json holds no 'dumpz' (did you mean 'dump'?)"),
     "not a part": ("tools.search={type='json:JSONDecoder'}", "gives no tool: it lacks name, description, parameters"),
     "model folder": ("agents.planner.model=models/none", "agents.planner.model: no folder 'models/none'"),
     "prompt file": ("agents.planner.prompt=none.md", "agents.planner.prompt: none.md: No such file"),
-    "task file": ("tasks={type='jsonl', path='none.jsonl'}", "none.jsonl"),
     "no such place": ("stages.9.steps=1", "--set stages.9.steps: there is no such place in the recipe"),
     "no value": ("stages.1.steps", "--set stages.1.steps: expected KEY=VALUE"),
     "a folder's name": ("name=../x", "name: must match pattern"),
@@ -118,8 +122,8 @@ def test_a_mistake_in_an_evaluation(arguments: tuple[str, ...], says: str) -> No
 
 
 def test_a_real_process_says_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from mgrpo.cli import main; main()", "train", str(SMOKE), "--set", "sed=1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [*COMMAND, "train", str(SMOKE), "--set", "sed=1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [f"error: {SMOKE}: sed: unknown key (did you mean 'seed'?)"]
 
@@ -130,7 +134,7 @@ def test_a_real_process_says_the_same(tmp_path: Path) -> None:
 def test_a_model_folder_without_a_tokenizer(tmp_path: Path) -> None:
     shutil.copytree(smoke_run() / "models" / "planner", "model", ignore=shutil.ignore_patterns("token*", "*.jinja"))
     line = refused("train", SMOKE, "--set", "agents.planner.model=model")
-    assert "model folder model: no tokenizer" in line
+    assert "model folder model: no tokenizer (none of tokenizer.json" in line
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -148,16 +152,16 @@ def test_a_model_folder_whose_vocabulary_lacks_the_formats_tokens(tmp_path: Path
     ("text", "says"),
     [
         ("", "tasks.jsonl: holds no tasks"),
-        ("{}\n", "tasks.jsonl:1: field 'question' is missing"),
+        ("{}\n", "tasks.jsonl:1: field 'answer' is missing"),
         ('{"question": "Q ?", "answer": "A"}\n{', "tasks.jsonl:2: bad JSON"),
     ],
-    ids=["empty", "no question", "bad JSON"],
+    ids=["empty", "no answer", "bad JSON"],
 )
 def test_a_bad_data_file(text: str, says: str, tmp_path: Path) -> None:
     Path("tasks.jsonl").write_text(text)
-    tables = ("stages.0.tasks", "stages.1.tasks", "evaluation.tasks", "evaluation.dev_tasks", "tasks")
-    changes = [argument for key in tables[:4] for argument in ("--set", f"{key}={{path='tasks.jsonl'}}")]
-    line = refused("train", SMOKE, "--set", "tasks={type='jsonl', path='tasks.jsonl'}", *changes)
+    tables = {"tasks": "{type='jsonl', path='tasks.jsonl'}"}
+    tables |= dict.fromkeys(("evaluation.tasks", "evaluation.dev_tasks"), "{path='tasks.jsonl'}")
+    line = refused("train", SMOKE, *(a for key, table in tables.items() for a in ("--set", f"{key}={table}")))
     assert says in line
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
 

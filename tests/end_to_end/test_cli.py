@@ -7,18 +7,14 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, SMOKE, contents, mgrpo, smoke_run
+from command_line import COMMAND, ENVIRONMENT, SMOKE, contents, mgrpo, smoke_run
 
 from mgrpo import __version__
 from mgrpo.run import RunFolder
-
-COMMAND = [sys.executable, "-c", "from mgrpo.cli import main; main()"]
-
 
 # ---------------------------------------------------------------- help
 
@@ -77,9 +73,10 @@ def test_a_finished_run_resumes_to_the_same_end(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_and_names_the_command_that_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "a run"
-    changes = ["--set", "stages.1.steps=40", "--set", "evaluation.every=0"]
+    changes = ["--set", "stages.1.steps=20", "--set", "evaluation.every=0"]
     arguments = ["train", str(SMOKE), "--run", str(run), *changes]
-    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*COMMAND, *arguments], **pipes, text=True, env=ENVIRONMENT) as process:
         _wait_for_rollouts(process, run / "metrics.jsonl")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -110,9 +107,8 @@ def test_an_error_in_a_loop_arrives_as_it_is(tmp_path: Path) -> None:
     """A bug keeps its own traceback: neither one line without it nor a group of exceptions around it."""
     (tmp_path / "broken_reward.py").write_text("def worth(*_):\n    raise ZeroDivisionError('in my reward')\n")
     arguments = ["train", str(SMOKE), "--run", "run", "--set", "reward=broken_reward:worth"]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
     result = subprocess.run(
-        [*COMMAND, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [*COMMAND, *arguments], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == "ZeroDivisionError: in my reward"

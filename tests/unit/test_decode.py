@@ -193,7 +193,7 @@ def test_sampling_noise_does_not_depend_on_the_batch() -> None:
 
 def test_uniforms_lie_in_the_unit_interval() -> None:
     drawn = uniforms(0, TrajectoryId(1, 2, "a", 3), 0, 4000)
-    assert 0.0 <= drawn.min() and drawn.max() < 1.0
+    assert drawn.min() >= 0.0 and drawn.max() < 1.0
     assert abs(drawn.mean() - 0.5) < 0.02
 
 

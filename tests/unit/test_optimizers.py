@@ -17,7 +17,7 @@ def test_orthogonalised_singular_values_are_near_one(shape: tuple[int, int]) -> 
     spectrum = torch.linspace(0.05, 1.0, min(shape)) * torch.tensor([1e-4, 1.0, 1e4])[:, None]
     matrices = left @ torch.diag_embed(spectrum) @ right
     values = torch.linalg.svdvals(orthogonalised(matrices))
-    assert 0.6 <= values.min() and values.max() <= 1.3
+    assert values.min() >= 0.6 and values.max() <= 1.3
 
 
 def test_orthogonalised_keeps_the_singular_vectors() -> None:

@@ -53,7 +53,7 @@ def test_logprobs_of_targets_are_those_of_each_row_alone(kind: str) -> None:
         for t, sampled in enumerate(row.loss_mask):
             expected = float(plain[t - 1]) if sampled else 0.0
             assert float(logprobs[b, t]) == pytest.approx(expected, abs=1e-5)
-    assert 0.0 < entropy
+    assert entropy > 0.0
 
 
 def test_entropy_is_the_mean_over_sampled_tokens_in_nats() -> None:
