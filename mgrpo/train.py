@@ -41,7 +41,7 @@ from mgrpo.types import Sample
 
 
 def train(config: Config, folder: str | Path, resume: bool = False, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Run every stage of ``config`` in ``folder`` and return the summary; ``resume`` goes on with a run that stopped."""
+    """Run every stage of ``config`` in ``folder`` and return the summary; ``resume`` goes on where one stopped."""
     with Session(config, Path(folder), resume, reporter) as session:
         gc.freeze()  # what lives as long as the run is not searched for garbage at every step
         asyncio.run(_both_loops(session))

@@ -68,8 +68,8 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     target: Any = table
     *parents, last = path.strip().split(".")
     agents = table.get("agents")
-    if parents[:1] == ["agents"] and isinstance(agents, dict) and (parents[1:] or [last])[0] not in agents:
-        raise ConfigError(f"--set {path}: unknown agent {(parents[1:] or [last])[0]!r}{suggest(parents[1], agents)}")
+    if parents[:1] == ["agents"] and isinstance(agents, dict) and (name := [*parents, last][1]) not in agents:
+        raise ConfigError(f"--set {path}: unknown agent {name!r}{suggest(name, agents)}")
     try:
         for part in parents:
             target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,27 +24,36 @@ class Local:
         self._decoder = decoder
         self._max_batch = max_batch
         self._version = version
+        self._one_at_a_time = threading.Lock()  # a call that ran out of time goes on in its thread
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         completions: list[Completion] = []
         for start in range(0, len(requests), self._max_batch):
             part = requests[start : start + self._max_batch]
             # A thread of its own, so that engines of different agents decode at the same time.
-            completions += await asyncio.to_thread(self._decoder.decode, part, self._version)
+            completions += await asyncio.to_thread(self._decode, part)
         return completions
 
     async def load(self, version: int, handle: str) -> None:
-        from mgrpo.engines.model import load_weights
-
-        load_weights(self._decoder.model, handle)
-        self._decoder.forget()
-        self._version = version
+        await asyncio.to_thread(self._load, version, handle)
 
     def release(self, id: TrajectoryId) -> None:
         self._decoder.forget(id)
 
     async def close(self) -> None:
         self._decoder.forget()
+
+    def _decode(self, requests: Sequence[Request]) -> list[Completion]:
+        with self._one_at_a_time:
+            return self._decoder.decode(requests, self._version)
+
+    def _load(self, version: int, handle: str) -> None:
+        from mgrpo.engines.model import load_weights
+
+        with self._one_at_a_time:
+            load_weights(self._decoder.model, handle)
+            self._decoder.forget()
+            self._version = version
 
 
 class Settings(BaseModel, extra="forbid", frozen=True):

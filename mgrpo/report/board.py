@@ -72,8 +72,10 @@ class Board:
 
     def learned(self, step: int, agent: str, metrics: Metrics) -> Board:
         before = self._before(step)
-        done = max(self.done, step - self.first_step + 1)
-        return replace(self, agents={**self.agents, agent: metrics}, work=None, done_before=before, done=done)
+        agents = {**self.agents, agent: {**metrics, "step": step}}
+        slowest = min(int(known["step"]) for known in agents.values() if "step" in known)
+        done = max(before, slowest - self.first_step + 1)
+        return replace(self, agents=agents, work=None, done_before=before, done=done)
 
     def evaluated(self, name: str, metrics: Metrics) -> Board:
         return replace(self, evaluations={**self.evaluations, name: metrics.get("success")}, work=None)

@@ -13,7 +13,6 @@ from rich.text import Text
 from mgrpo.config import AgentConfig, Config, LearnerConfig, StageConfig, TinyModel
 from mgrpo.config.registry import settings
 from mgrpo.config.vocabulary import closed_vocabulary
-from mgrpo.errors import ConfigError
 from mgrpo.report.model_size import Memory, ModelSize, folder_size, memory, tiny_size, version_bytes
 from mgrpo.report.notation import UNKNOWN, short, size
 from mgrpo.tasks.world import Settings as WorldSettings

@@ -30,6 +30,7 @@ MISTAKES = {
     "learner of a stage": ("stages.1.learner.learning_rat=1e-3", "stages.1.learner.learning_rat: unknown key"),
     "peers' name": ("learner.lr=1e-3", "learner.lr: unknown key; here it is called learning_rate"),
     "unknown agent in --set": ("agents.planer.max_turns=3", "unknown agent 'planer' (did you mean 'planner'?)"),
+    "a whole unknown agent": ("agents.planer=3", "--set agents.planer: unknown agent 'planer'"),
     "unknown plug-in": ("tasks.type=wrld", "tasks.type: unknown tasks 'wrld' (did you mean 'world'?)"),
     "unknown engine": ("agents.planner.engine.type=locl", "agents.planner.engine.type: unknown engine 'locl'"),
     "unknown preset": ("preset=grpo", "preset: unknown preset 'grpo'"),

@@ -142,6 +142,21 @@ def test_requests_beyond_max_batch_are_decoded_in_chunks() -> None:
     assert [c.token_ids for c in whole] == [c.token_ids for c in chunked]
 
 
+def test_a_call_that_ran_out_of_time_does_not_disturb_the_next() -> None:
+    model, requests = tiny_model(), ragged(max_tokens=60, stop=63)
+    engine = Local(Decoder(model))
+    expected = asyncio.run(Local(Decoder(model)).generate(requests))
+
+    async def impatient() -> list[Completion]:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await engine.generate(ragged(max_tokens=90, stop=63))
+        return await engine.generate(requests)
+
+    found = asyncio.run(impatient())
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
 def test_limits_of_one_batch_may_differ() -> None:
     requests = [ask(i, range(2, 8), max_tokens=n, stop=63) for i, n in enumerate((1, 6, 3))]
     completions = Decoder(tiny_model()).decode(requests, 0)

@@ -173,7 +173,7 @@ class Wordless:
 
 
 def test_a_tiny_model_needs_a_closed_vocabulary() -> None:
-    with pytest.raises(ConfigError, match=r"agents.planner.model: .*closed vocabulary"):
+    with pytest.raises(ConfigError, match=r"tasks.type: .*no closed vocabulary"):
         plan_text(config_of(tasks={"type": f"{__name__}:Wordless"}))
     with pytest.raises(ConfigError, match="closed vocabulary only with"):
         plan_text(config_of(tasks={"type": "world", "names": "syllables"}))
