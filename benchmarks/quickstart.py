@@ -41,7 +41,18 @@ COLUMNS = (
 def run(seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
     """The summary of one run, with the lowest calls per rollout of any reinforcement step added."""
     target = folder / f"seed{seed}"
-    command = [sys.executable, "-m", "mgrpo.cli", "train", str(RECIPE), "--seed", str(seed), "--run", str(target), *extra]
+    command = [
+        sys.executable,
+        "-m",
+        "mgrpo.cli",
+        "train",
+        str(RECIPE),
+        "--seed",
+        str(seed),
+        "--run",
+        str(target),
+        *extra,
+    ]
     subprocess.run(command, check=True, stdout=sys.stderr)
     summary: dict[str, Any] = json.loads((target / "summary.json").read_text())
     lines = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]

@@ -7,7 +7,8 @@
     |   |-- ConfigError           a key, a value or a combination in a recipe
     |   |-- DataError             a task file, a model folder, an empty data set
     |   |-- RunFolderError        a used folder without --resume, a run that is not there
-    |   `-- CheckpointError       a damaged or missing checkpoint
+    |   |-- CheckpointError       a damaged or missing checkpoint
+    |   `-- NonFiniteGradients    too many NaN or infinite gradients in a row; weights are as before them
     |-- InfrastructureError       nobody's fault here: typed, counted, retried, excluded from loss and statistics
     |   |-- EngineError           an engine refused or broke
     |   |   |-- EngineTimeout     ... or did not answer before its deadline
@@ -44,6 +45,9 @@ class RunFolderError(UserError): ...
 
 
 class CheckpointError(UserError): ...
+
+
+class NonFiniteGradients(UserError): ...
 
 
 class InfrastructureError(MgrpoError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from mgrpo.config.registry import load_object, settings
 from mgrpo.report.metrics import rollout_metrics
 from mgrpo.tasks.base import TaskSource
 from mgrpo.team import Team
-from mgrpo.types import Grade, Group, Reward, TrajectoryId
+from mgrpo.types import Group, Reward, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ async def reward(team: Team, source: TaskSource, groups: Sequence[Group]) -> dic
     found: dict[TrajectoryId, Reward] = {}
     for group in groups:
         for rollout in group.rollouts:
-            grades: dict[TrajectoryId, Grade] = {}
-            for trajectory in rollout.trajectories:
-                grades[trajectory.id] = await source.grade(group.task, trajectory)
+            asked = (source.grade(group.task, trajectory) for trajectory in rollout.trajectories)
+            graded = zip(rollout.trajectories, await asyncio.gather(*asked), strict=True)
+            grades = {trajectory.id: grade for trajectory, grade in graded}
             found |= function(rollout, grades, weights, config.rollout.unknown_reward)
     return found
 
@@ -61,6 +62,6 @@ async def reward(team: Team, source: TaskSource, groups: Sequence[Group]) -> dic
 def evaluation_source(team: Team, split: str = "tasks") -> TaskSource:
     """The questions of [evaluation]: ``split`` "tasks" (test) or "dev_tasks"."""
     config = team.config
-    table = config.tasks | getattr(config.evaluation, split)
+    table = config.tasks_with(getattr(config.evaluation, split))
     source: TaskSource = settings("tasks", table, f"evaluation.{split}").build(seed=config.seed)
     return source

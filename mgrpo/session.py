@@ -37,21 +37,25 @@ class Session:
     def __init__(self, config: Config, path: Path, resume: bool, reporter: Reporter | None = None) -> None:
         self.config, self.folder, self.started = config, RunFolder(path), time.perf_counter()
         check_parts(config)
-        self.store = self.folder.begin(config, resume)
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        models = self.folder.models(config)
-        self.team = Team(config, models)
         self.reporter = reporter or Reporter(path, config)
-        self.policies = {
-            name: Policy(load_model(models[name]), agent.temperature)
-            for name, agent in config.agents.items()
-            if agent.trainable
-        }
+        self.policies: dict[str, Policy] = {}
         self._stages: dict[str, str] = {}  # agent -> the stage its optimiser belongs to
         self._source = lru_cache(None)(self._build_source)
         self._shown_stage = ""
-        for agent in self.policies:
-            self._begin_agent(agent)
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        self.store = self.folder.begin(config, resume)
+        try:
+            self._take_up(self.folder.models(config))
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _take_up(self, models: Mapping[str, Path]) -> None:
+        self.team = Team(self.config, models)
+        for name, agent in self.config.agents.items():
+            if agent.trainable:
+                self.policies[name] = Policy(load_model(models[name]), agent.temperature)
+                self._begin_agent(name)
 
     def __enter__(self) -> Session:
         self.reporter.__enter__()
@@ -70,7 +74,7 @@ class Session:
         return self._source(window.stage_index)
 
     def _build_source(self, stage_index: int) -> TaskSource:
-        table = self.config.tasks | self.config.stages[stage_index].tasks
+        table = self.config.tasks_with(self.config.stages[stage_index].tasks)
         source: TaskSource = settings("tasks", table, f"stages.{stage_index}.tasks").build(seed=self.config.seed)
         return source
 
@@ -79,9 +83,7 @@ class Session:
         epoch, position = divmod(group, len(source))
         if len(source) > 1_000_000:
             return source.task(position)
-        order = list(range(len(source)))
-        random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
-        return source.task(order[position])
+        return source.task(_epoch_order(self.config.seed, epoch, len(source))[position])
 
     async def wait_for_learners(self, window: Window | None) -> None:
         """Until every learner has consumed all groups before ``window`` (None: every group there is)."""
@@ -104,8 +106,7 @@ class Session:
             await self._evaluate_fully("before", window.first_step)
         every = self.config.evaluation.every
         if every and window.stage_step and window.stage_step % every == 0:
-            dev = await self._evaluate("dev", window.first_step, "dev_tasks", self.config.evaluation.dev_questions)
-            del dev
+            await self._evaluate("dev", window.first_step, "dev_tasks", self.config.evaluation.dev_questions)
         return self.team.acting(self.config.seed)
 
     def _show_stage(self, window: Window) -> None:
@@ -215,6 +216,13 @@ class Session:
 
     def finish(self) -> dict[str, Any]:
         return self.reporter.finish(time.perf_counter() - self.started)
+
+
+@lru_cache(4)
+def _epoch_order(seed: int, epoch: int, length: int) -> list[int]:
+    order = list(range(length))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
 
 
 def row_metrics(rows: Sequence[Row], compared: Advantages, teach: bool) -> dict[str, float]:

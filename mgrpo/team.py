@@ -41,6 +41,7 @@ class Team:
             for name, agent in config.agents.items()
         }
         self._tools = tools_of(config)
+        self._roots: dict[tuple[int, float | None, int], tuple[Agent, Any]] = {}
         self._loaded: dict[str, int] = dict.fromkeys(config.agents, -1)
 
     @classmethod
@@ -78,8 +79,11 @@ class Team:
         ``temperature`` overrides the recipe's. ``closed_book`` takes every tool away: the planner answers at once.
         ``teacher`` is a task source whose scripted teacher writes all turns.
         """
-        config, limits = self.config, self.config.rollout
-        root = self._agent(config.planner, seed, temperature, teacher)
+        limits = self.config.rollout
+        key = (seed, temperature, id(teacher))
+        if key not in self._roots:  # made once: chats keep what they know of a tool set
+            self._roots[key] = (self._agent(self.config.planner, seed, temperature, teacher), teacher)
+        root, _ = self._roots[key]
         if closed_book:
             root = replace(root, tools={}, limits=replace(root.limits, max_turns=0))
         return ActingTeam(root, limits.max_depth, limits.max_calls, limits.rollout_timeout_s)
@@ -90,7 +94,8 @@ class Team:
         Raises DataError where the question cannot be asked there, see `obstacle`.
         """
         config = self.config
-        source = settings("tasks", config.tasks | config.evaluation.tasks, "evaluation.tasks").build(seed=config.seed)
+        table = config.tasks_with(config.evaluation.tasks)
+        source = settings("tasks", table, "evaluation.tasks").build(seed=config.seed)
         asked = replace(task or source.task(0), question=question, answer=None)
         if obstacle := self.obstacle(question, asked, source):
             raise DataError(f"{obstacle}; ask for instance: {' '.join(examples(asked, source))}")
@@ -175,9 +180,9 @@ def check_parts(config: Config) -> None:
     """
     tools_of(config)
     for index, stage in enumerate(config.stages):
-        settings("tasks", config.tasks | stage.tasks, f"stages.{index}.tasks").build(seed=config.seed)
+        settings("tasks", config.tasks_with(stage.tasks), f"stages.{index}.tasks").build(seed=config.seed)
     for key in ("tasks", "dev_tasks"):
-        table = config.tasks | getattr(config.evaluation, key)
+        table = config.tasks_with(getattr(config.evaluation, key))
         settings("tasks", table, f"evaluation.{key}").build(seed=config.seed)
     if config.reward:
         load_object(config.reward, "reward")

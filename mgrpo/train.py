@@ -44,7 +44,10 @@ def train(config: Config, folder: str | Path, resume: bool = False, reporter: Re
     """Run every stage of ``config`` in ``folder`` and return the summary; ``resume`` goes on where one stopped."""
     with Session(config, Path(folder), resume, reporter) as session:
         gc.freeze()  # what lives as long as the run is not searched for garbage at every step
-        asyncio.run(_both_loops(session))
+        try:
+            asyncio.run(_both_loops(session))
+        finally:
+            gc.unfreeze()
         return session.finish()
 
 
@@ -75,7 +78,7 @@ async def learn(session: Session, agent: str) -> None:
         learns = agent in session.config.trained(window.stage)
         take = partial(store.take, agent, window.first_group, len(window.groups))
         groups = await wait(take, f"groups {window.groups} of {agent}", session.config.store_timeout_s)
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {}  # of the last step that moved the weights
         if learns:
             session.begin_stage(agent, window)
         for step, stage_step, ids in window.steps if learns else ():
@@ -83,14 +86,17 @@ async def learn(session: Session, agent: str) -> None:
             started = time.perf_counter()
             found = await asyncio.to_thread(update, session, policy, agent, window, samples, step, stage_step)
             session.learned(step, agent, found, time.perf_counter() - started)
-            metrics = found or metrics  # weights that moved are published, whichever step of the window moved them
+            metrics = found if "loss" in found else metrics
         session.publish(agent, window, metrics)
 
 
 def update(
     session: Session, policy: Policy, agent: str, window: Window, samples: list[Sample], step: int, stage_step: int
 ) -> dict[str, float]:
-    """One optimiser step of one agent: align, compare, weigh, pack, descend. {} where there are no rows."""
+    """One optimiser step of one agent: align, compare, weigh, pack, descend.
+
+    Without rows the step is skipped ({}), and so it is where every group's rewards are equal: no "loss" in the metrics.
+    """
     mine = session.config.agents[agent]
     plan = session.config.learner_for(agent, window.stage)
     teach = window.stage.policy_loss == "sft"
@@ -103,7 +109,8 @@ def update(
     coefficients = token_coefficients(rows, plan.loss_agg_mode)
     batches = pack(rows, values, coefficients, plan.max_tokens_per_microbatch, session.pad_id(agent), not teach)
     loss: LossFunction = sft_loss if teach else _clipped(plan.clip_ratio_low, plan.clip_ratio_high)
-    return row_metrics(rows, compared, teach) | policy.update(batches, loss, stage_step)
+    moved = policy.update(batches, loss, stage_step) if batches else {}
+    return row_metrics(rows, compared, teach) | moved
 
 
 def _clipped(low: float, high: float) -> LossFunction:

@@ -143,7 +143,7 @@ def check(config: Config) -> None:
     settings("tasks", config.tasks, "tasks")
     for index, stage in enumerate(config.stages):
         where = f"stages.{index}"
-        settings("tasks", config.tasks | stage.tasks, f"{where}.tasks")
+        settings("tasks", config.tasks_with(stage.tasks), f"{where}.tasks")
         _check_learner(stage.learner, f"{where}.learner")
         for agent_name in stage.train or ():
             if agent_name not in config.agents:
@@ -200,7 +200,7 @@ def _check_evaluation(config: Config) -> None:
         if due and not own:
             example = '{ split = "test" }' if config.tasks.get("type") == "world" else '{ path = "test.jsonl" }'
             raise ConfigError(f"evaluation.{key}: missing; name questions that are not trained on, such as {example}")
-        settings("tasks", config.tasks | own, f"evaluation.{key}")
+        settings("tasks", config.tasks_with(own), f"evaluation.{key}")
 
 
 def _check_tools(config: Config, name: str) -> None:

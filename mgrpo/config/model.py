@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -157,7 +158,7 @@ class Config(Strict):
     stages: tuple[StageConfig, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
     trackers: tuple[dict[str, Any], ...] = ()
-    store_timeout_s: float = Field(600.0, gt=0)
+    store_timeout_s: float = Field(3600.0, gt=0, description="longest wait of one loop for the other")
     keep_versions: int = Field(3, ge=2)
 
     @property
@@ -167,6 +168,10 @@ class Config(Strict):
     @property
     def subagents(self) -> tuple[str, ...]:
         return tuple(name for name, agent in self.agents.items() if agent.role == "subagent")
+
+    def tasks_with(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """[tasks] with the keys of a stage or evaluation on top; a table that names another type stands alone."""
+        return dict(own) if own.get("type", self.tasks.get("type")) != self.tasks.get("type") else {**self.tasks, **own}
 
     def learner_for(self, agent: str, stage: StageConfig) -> LearnerConfig:
         """[learner], then [agents.NAME.learner], then [stages.learner]; the later table wins."""

@@ -16,7 +16,7 @@ def closed_vocabulary(config: Config) -> list[str]:
     own = [*(stage.tasks for stage in config.stages), config.evaluation.tasks, config.evaluation.dev_tasks]
     texts = [*config.agents, *config.tools, *(agent.prompt for agent in config.agents.values())]
     words = {piece for text in texts for piece in pieces(text)}
-    for table in (config.tasks, *(config.tasks | table for table in own if table)):
+    for table in (config.tasks, *(config.tasks_with(table) for table in own if table)):
         tasks = settings("tasks", table, "tasks")
         if not hasattr(tasks, "vocabulary"):
             raise ConfigError(

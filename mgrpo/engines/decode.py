@@ -76,7 +76,8 @@ class _Row:
     noise: Any  # [max_tokens]
     ids: list[int]
     logprobs: list[float]
-    stop_reason: StopReason | None = None
+    stop_reason: StopReason = "length"
+    done: bool = False
 
 
 class Decoder:
@@ -111,9 +112,9 @@ class Decoder:
         alive = list(range(len(rows)))  # position in the cache -> row
         for step in range(most):
             tokens = _sample(logits, [rows[i] for i in alive], step)
-            still = [b for b, i in enumerate(alive) if rows[i].stop_reason is None]
+            still = [b for b, i in enumerate(alive) if not rows[i].done]
             for b, i in enumerate(alive):
-                if rows[i].stop_reason is not None:
+                if rows[i].done:
                     self._remember(rows[i], cache, b)
             if not still:
                 break
@@ -123,7 +124,7 @@ class Decoder:
                 tokens, lengths, alive = tokens[keep], lengths[keep], [alive[b] for b in still]
             logits = self._step(cache, tokens, lengths)
             lengths = lengths + 1
-        return [Completion(tuple(r.ids), tuple(r.logprobs), version, r.stop_reason or "length") for r in rows]
+        return [Completion(tuple(r.ids), tuple(r.logprobs), version, r.stop_reason) for r in rows]
 
     def _cached(self, request: Request) -> Tensor | None:
         """Keys and values of the longest part of the prompt that this trajectory has computed already."""
@@ -196,8 +197,7 @@ def _sample(logits: Tensor, rows: Sequence[_Row], step: int) -> Tensor:
         row.logprobs.append(logprob)
         if token in row.request.stop_ids:
             row.stop_reason = "stop"
-        elif len(row.ids) >= row.request.sampling.max_tokens:
-            row.stop_reason = "length"
+        row.done = row.stop_reason == "stop" or len(row.ids) >= row.request.sampling.max_tokens
     return tokens
 
 

@@ -13,14 +13,10 @@ from torch import Tensor
 from mgrpo.algorithm.loss import TokenSums
 from mgrpo.algorithm.packing import Batch
 from mgrpo.engines.model import logits_at
-from mgrpo.errors import MgrpoError
+from mgrpo.errors import NonFiniteGradients
 from mgrpo.policy.optimizers import lr_factor, make_optimizers
 
 LossFunction = Callable[[Tensor, Batch], tuple[Tensor, TokenSums]]
-
-
-class NonFiniteGradients(MgrpoError):
-    """Too many steps in a row had NaN or infinite gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,7 @@ class Policy:
         if self._skipped >= self.schedule.max_skipped_steps:
             raise NonFiniteGradients(
                 f"{self._skipped} optimiser steps in a row had NaN or infinite gradients; nothing was changed by them."
-                " Lower the learning rate and resume from the last checkpoint"
+                " Lower learning_rate, or look for broken data, in a new run"
             )
 
     # ------------------------------------------------------------ what a checkpoint holds beside the weights

@@ -103,7 +103,7 @@ def _rows_in_words(config: Config, stage: StageConfig, agent: str) -> str:
 
 def _calls(config: Config, stage: StageConfig) -> float | None:
     """Mean number of parts of the first questions, which is how often a good planner delegates to its one sub-agent."""
-    tasks = settings("tasks", config.tasks | stage.tasks, f"stages.{stage.name}.tasks")
+    tasks = settings("tasks", config.tasks_with(stage.tasks), f"stages.{stage.name}.tasks")
     if len(config.subagents) != 1 or not isinstance(tasks, WorldSettings):
         return None
     source = tasks.build(seed=config.seed)

@@ -194,7 +194,7 @@ def test_frozen_agents_only_take_their_engine() -> None:
 def test_expected_rows() -> None:
     config = team()
     warmup, rl = config.stages
-    assert expected_rows(config, rl, "planner") == 128 and expected_rows(config, warmup, "planner") == 32
+    assert expected_rows(config, rl, "planner") == 128 and expected_rows(config, warmup, "planner") == 4
     rows = expected_rows(config, rl, "searcher")
     assert rows is not None and 128 < rows < 128 * 6  # one to six parts a question
     resampled = team({"align": "resample", "trajectories_per_rollout": 4})

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mgrpo.algorithm.loss import TokenSums, policy_loss, sft_loss
 from mgrpo.algorithm.packing import Batch
-from mgrpo.policy.update import LossFunction, NonFiniteGradients, Policy, Schedule
+from mgrpo.errors import NonFiniteGradients
+from mgrpo.policy.update import LossFunction, Policy, Schedule
 
 LOSS: LossFunction = partial(policy_loss, clip_ratio_low=0.2, clip_ratio_high=0.2)
 OPTIMIZERS = ("adamw", "muon")
@@ -147,7 +148,7 @@ def test_only_skipped_steps_in_a_row_end_the_run() -> None:
     policy, rows = policy_with(max_skipped_steps=2), random_rows()
     for loss in (spoiled(float("nan")), LOSS, spoiled(float("nan"))):
         policy.update(batches(rows), loss, 0)
-    with pytest.raises(NonFiniteGradients, match="2 optimiser steps in a row .* Lower the learning rate"):
+    with pytest.raises(NonFiniteGradients, match="2 optimiser steps in a row .* Lower learning_rate"):
         policy.update(batches(rows), spoiled(float("nan")), 0)
 
 
