@@ -93,7 +93,7 @@ class Session:
             return all(self.store.trained(agent) >= first for agent in self.policies) or None
 
         what = f"the learners {', '.join(self.policies)} to have trained on all groups before {first}"
-        await wait(caught_up, what, self.config.store_timeout_s, longest_sleep=0.002)
+        await wait(caught_up, what, self.config.store_timeout_s, longest_sleep=0.02)
 
     async def team_of(self, window: Window) -> ActingTeam:
         """Who acts in this window: the teacher, or the team with its newest weights. Evaluates where it is due."""
