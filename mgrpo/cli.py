@@ -116,7 +116,7 @@ def train(
 
         recipe, run = _located(recipe, run)
         config = load(recipe, [*set_, *([] if seed is None else [f"seed={seed}"])])
-        folder = run or Path("runs") / config.name
+        folder = run or config.default_folder
 
         from mgrpo.train import train as train_
 
@@ -185,19 +185,25 @@ def evaluate(
         raise DataError(f"--json {json_file}: the folder {json_file.parent} does not exist")
 
     from mgrpo.evaluate import evaluate as evaluate_
-    from mgrpo.evaluate import evaluation_source
     from mgrpo.team import Team
 
     team = Team.load(run)
     plan = team.config.evaluation
-    source = evaluation_source(team, "tasks" if split == "test" else "dev_tasks")
+    source = team.questions("tasks" if split == "test" else "dev_tasks")
     count = min(questions or (plan.questions if split == "test" else plan.dev_questions), len(source))
-    with Console(stderr=True).status(f"asking {count} questions"):
+    with team, Console(stderr=True).status(f"asking {count} questions"):
         result = asyncio.run(evaluate_(team, source, count, k, temperature, closed_book, team.config.seed))
     asked = {"questions": count, "k": k, "temperature": temperature, "closed_book": closed_book, "split": split}
-    _print_metrics(f"{run}: {count} {split} questions, {k} attempts each", result.metrics)
+    sampling = _sampling(team.config, temperature, closed_book)
+    _print_metrics(f"{run}: {count} {split} questions, {k} attempts each, {sampling}", result.metrics)
     if json_file is not None:
         json_file.write_text(json.dumps(asked | {"metrics": dict(result.metrics)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _sampling(config: Any, temperature: float | None, closed_book: bool) -> str:
+    """How the answers came about, in words."""
+    own = ", ".join(f"{agent.temperature:g} ({name})" for name, agent in config.agents.items())
+    return f"temperature {own if temperature is None else f'{temperature:g}'}" + (", no tools" if closed_book else "")
 
 
 _MEANINGS = {
@@ -222,7 +228,9 @@ def _print_metrics(title: str, metrics: Any) -> None:
     table.add_column("value", justify="right")
     for key, value in metrics.items():
         if key in _MEANINGS:
-            table.add_row(_MEANINGS[key], fixed(value, 3))
+            table.add_row(_MEANINGS[key], str(value) if isinstance(value, int) else fixed(value, 3))
+        elif key.startswith("failures/"):
+            table.add_row(f"failures: {key.removeprefix('failures/')}", str(value))
         elif key.startswith(("reward/", "invalid_format/")):
             what, agent = key.split("/")
             table.add_row(f"{what.replace('_', ' ')} of {agent}", fixed(value, 3))
@@ -246,21 +254,17 @@ def ask(
 
     from rich.console import Console
 
-    from mgrpo.evaluate import evaluation_source
     from mgrpo.report.tree import rollout_tree
-    from mgrpo.team import Team, examples
+    from mgrpo.team import Team
 
     team = Team.load(run)
-    source = evaluation_source(team)
+    source = team.questions()
     if task >= len(source):
         raise UserError(f"--task {task}: choose 0 to {len(source) - 1}")
     at_hand = source.task(task)
     asked = at_hand if question is None else replace(at_hand, question=question, answer=None)
-    if obstacle := team.obstacle(asked.question, at_hand, source):
-        print(f"error: {obstacle}; ask for instance:", file=sys.stderr)
-        print(*(f"  {example}" for example in examples(at_hand, source)), sep="\n", file=sys.stderr)
-        raise typer.Exit(_MISTAKE)
-    rollout = team.ask(asked.question, at_hand, temperature)
+    with team:
+        rollout = team.ask(asked.question, at_hand, temperature)
     Console().print(rollout_tree(rollout, {}, asked))
 
 

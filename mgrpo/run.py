@@ -9,17 +9,34 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from mgrpo.config import Config, dump, load
+from mgrpo.config import Config, dump, load, settled
 from mgrpo.config.registry import shorten
 from mgrpo.config.vocabulary import closed_vocabulary
 from mgrpo.errors import DataError, RunFolderError
 from mgrpo.store.base import RunInfo, Store, WeightVersion
 from mgrpo.store.opening import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One process's hold on a run that it trains: no other process can have one until it is closed."""
+
+    config: Config  # the recipe as the run keeps it
+    store: Store
+    lock: IO[str]
+
+    def close(self) -> None:
+        self.store.close()
+        self.lock.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +54,51 @@ class RunFolder:
     def weights(self, agent: str) -> Path:
         return self.path / "weights" / agent
 
-    def begin(self, config: Config, resume: bool) -> Store:
-        """Make the folder, or go on with it. RunFolderError where it is used and ``resume`` is False, or not there."""
+    def begin(self, config: Config, resume: bool) -> Hold:
+        """Make the folder, or go on with it.
+
+        Raises RunFolderError where it is used and ``resume`` is False, not there and ``resume`` is True, held by
+        another process, or not writable.
+        """
+        with _explained(self.path):
+            config = self._checked(config, resume)
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = self._lock()
+            try:
+                return Hold(config, self._write(config), lock)
+            except BaseException:
+                lock.close()
+                raise
+
+    def _checked(self, config: Config, resume: bool) -> Config:
+        """The recipe as the run keeps it. Writes nothing."""
+        threads = os.cpu_count() or 1
         if self.config_file.exists():
             if not resume:
                 raise RunFolderError(f"{self.path} holds a run already; add --resume to go on, or name another folder")
-            self._check_same(config)
+            before = load(self.config_file)
+            config = settled(config, before.threads or threads)
+            self._check_same(before, config)
+            return config
         elif resume:
             raise RunFolderError(f"{self.path}: no run to resume there (no config.toml)")
         elif self.path.exists() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise RunFolderError(f"{self.path} is not empty and holds no run; name another folder")
-        else:
-            self.path.mkdir(parents=True, exist_ok=True)
+        return settled(config, threads)
+
+    def _lock(self) -> IO[str]:
+        """Held until it is closed, at the latest by the system when the process ends."""
+        file = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise RunFolderError(
+                f"{self.path}: the run is in use by another process; wait for it, or stop it and resume"
+            ) from error
+        return file
+
+    def _write(self, config: Config) -> Store:
         temporary = self.path / ".config.toml.tmp"  # a run is there from the moment its whole config.toml is
         temporary.write_text(dump(config), encoding="utf-8")
         temporary.replace(self.config_file)
@@ -56,10 +106,10 @@ class RunFolder:
             return open_store(self.store_file)
         return open_store(self.store_file, RunInfo(config.seed, config.model_dump(mode="json")))
 
-    def _check_same(self, config: Config) -> None:
-        before, now = load(self.config_file).model_dump(mode="json"), config.model_dump(mode="json")
+    def _check_same(self, run: Config, config: Config) -> None:
+        before, now = run.model_dump(mode="json"), config.model_dump(mode="json")
         for key in now:
-            if key not in ("trackers", "threads") and (found := _difference(before[key], now[key], key)):
+            if key != "trackers" and (found := _difference(before[key], now[key], key)):
                 raise RunFolderError(
                     f"{self.config_file}: the recipe differs from the run's: {found};"
                     f" resume with the run's own: mgrpo train {self.path} --resume"
@@ -78,8 +128,9 @@ class RunFolder:
 
     def open(self) -> tuple[Config, Store]:
         """An existing run, to read."""
-        if not self.config_file.is_file():
-            raise RunFolderError(f"{self.path}: no run there (no config.toml)")
+        with _explained(self.path):
+            if not self.config_file.is_file():
+                raise RunFolderError(f"{self.path}: no run there (no config.toml)")
         return load(self.config_file), open_store(self.store_file)
 
     def models(self, config: Config) -> dict[str, Path]:
@@ -103,6 +154,15 @@ class RunFolder:
             write_tiny(temporary, model, words, controls, seed=config.seed * 1000 + index)
             temporary.rename(folder)
         return folder
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunFolderError(f"{path}: cannot be a run folder ({reason}); name another one") from error
 
 
 def _difference(before: Any, now: Any, key: str) -> str:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from mgrpo.agents.rollout import Team as ActingTeam
+from mgrpo.agents.rollout import Watcher
 from mgrpo.algorithm.advantages import Advantages
 from mgrpo.config import Config, StageConfig
 from mgrpo.config.registry import settings
-from mgrpo.config.windows import Window, total_steps, windows
+from mgrpo.config.windows import Window, stage_start, total_steps, windows
 from mgrpo.engines.model import load_model
-from mgrpo.evaluate import Evaluation, evaluate, evaluation_source
+from mgrpo.evaluate import Evaluation, evaluate
 from mgrpo.policy import checkpoint
 from mgrpo.policy.update import Policy, Schedule
 from mgrpo.report.reporter import Reporter
+from mgrpo.report.summary import seconds_before
 from mgrpo.run import RunFolder
 from mgrpo.store.base import WeightVersion
 from mgrpo.store.waiting import wait
@@ -32,22 +31,22 @@ from mgrpo.types import Group, Reward, Row, Task, TrajectoryId
 
 
 class Session:
-    """One process's hold on a run. A context manager: whatever happens, the store and the display are closed."""
+    """One process's hold on a run. A context manager: whatever happens, its parts are closed."""
 
     def __init__(self, config: Config, path: Path, resume: bool, reporter: Reporter | None = None) -> None:
-        self.config, self.folder, self.started = config, RunFolder(path), time.perf_counter()
+        self.folder, self.started = RunFolder(path), time.perf_counter()
         check_parts(config)
-        self.reporter = reporter or Reporter(path, config)
         self.policies: dict[str, Policy] = {}
         self._stages: dict[str, str] = {}  # agent -> the stage its optimiser belongs to
         self._source = lru_cache(None)(self._build_source)
         self._shown_stage = ""
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        self.store = self.folder.begin(config, resume)
+        self._hold = self.folder.begin(config, resume)
+        self.config, self.store = self._hold.config, self._hold.store
+        self.reporter = reporter or Reporter(path, self.config)
         try:
-            self._take_up(self.folder.models(config))
+            self._take_up(self.folder.models(self.config))
         except BaseException:
-            self.store.close()
+            self._hold.close()
             raise
 
     def _take_up(self, models: Mapping[str, Path]) -> None:
@@ -58,12 +57,19 @@ class Session:
                 self._begin_agent(name)
 
     def __enter__(self) -> Session:
-        self.reporter.__enter__()
+        try:
+            self.reporter.__enter__()
+        except BaseException:
+            self._hold.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.reporter.__exit__(kind, error, tb)
-        self.store.close()
+        try:
+            self.reporter.__exit__(kind, error, tb)
+            self.team.close()
+        finally:
+            self._hold.close()
 
     # ------------------------------------------------------------ what is next
 
@@ -79,10 +85,10 @@ class Session:
         return source
 
     def task(self, source: TaskSource, group: int) -> Task:
-        """The task of a group: endless sources in order, finite ones shuffled anew in every epoch."""
-        epoch, position = divmod(group, len(source))
+        """The task of a group: endless sources in order; finite ones shuffled anew in every epoch of the stage."""
         if len(source) > 1_000_000:
-            return source.task(position)
+            return source.task(group % len(source))
+        epoch, position = divmod(group - stage_start(self.config, group), len(source))
         return source.task(_epoch_order(self.config.seed, epoch, len(source))[position])
 
     async def wait_for_learners(self, window: Window | None) -> None:
@@ -95,19 +101,24 @@ class Session:
         what = f"the learners {', '.join(self.policies)} to have trained on all groups before {first}"
         await wait(caught_up, what, self.config.store_timeout_s, longest_sleep=0.02)
 
-    async def team_of(self, window: Window) -> ActingTeam:
-        """Who acts in this window: the teacher, or the team with its newest weights. Evaluates where it is due."""
-        stage = window.stage
+    async def serve(self, window: Window) -> ActingTeam:
+        """Who acts in this window: the teacher, or the team with its newest weights."""
         self._show_stage(window)
-        if stage.collect == "teacher":
+        if window.stage.collect == "teacher":
             return self.team.acting(self.config.seed, teacher=self.source(window))
         await self._serve_newest()
+        return self.team.acting(self.config.seed)
+
+    async def evaluate_where_due(self, window: Window) -> None:
+        """With what is served: before the first stage of the team's own, and every so many steps."""
+        stage = window.stage
+        if stage.collect == "teacher":
+            return
         if window.stage_step == 0 and self._first_with_team(stage):
             await self._evaluate_fully("before", window.first_step)
         every = self.config.evaluation.every
         if every and window.stage_step and window.stage_step % every == 0:
             await self._evaluate("dev", window.first_step, "dev_tasks", self.config.evaluation.dev_questions)
-        return self.team.acting(self.config.seed)
 
     def _show_stage(self, window: Window) -> None:
         """Told by whichever loop comes first: after a resume a learner can be the one."""
@@ -182,6 +193,9 @@ class Session:
 
     # ------------------------------------------------------------ what is said about it
 
+    def watcher(self, what: str) -> Watcher:
+        return Watcher(partial(self.reporter.progress, what), self.reporter.retried)
+
     def collected(
         self, window: Window, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward], seconds: float
     ) -> None:
@@ -192,8 +206,9 @@ class Session:
         self.reporter.learned(step, agent, newest.version if newest else 0, metrics, seconds)
 
     async def _evaluate(self, name: str, step: int, split: str, questions: int, **options: Any) -> Evaluation:
-        source = evaluation_source(self.team, split)
-        result = await evaluate(self.team, source, questions, seed=self.config.seed, **options)
+        source = self.team.questions(split)
+        watcher = self.watcher(f"evaluating {name}")
+        result = await evaluate(self.team, source, questions, seed=self.config.seed, watcher=watcher, **options)
         self.reporter.evaluated(name, step, result.metrics)
         return result
 
@@ -215,7 +230,8 @@ class Session:
             await self._evaluate_fully("after", total_steps(self.config))
 
     def finish(self) -> dict[str, Any]:
-        return self.reporter.finish(time.perf_counter() - self.started)
+        """Write the summary. Where a finished run was only resumed, it keeps the time that the run took."""
+        return self.reporter.finish(seconds_before(self.folder.path) or time.perf_counter() - self.started)
 
 
 @lru_cache(4)
@@ -225,10 +241,10 @@ def _epoch_order(seed: int, epoch: int, length: int) -> list[int]:
     return order
 
 
-def row_metrics(rows: Sequence[Row], compared: Advantages, teach: bool) -> dict[str, float]:
-    """How many rows there were and how they compared; rewards of demonstrations are not compared."""
+def row_metrics(rows: Sequence[Row], compared: Advantages | None) -> dict[str, float]:
+    """How many rows there were and how they compared; those of demonstrations (None) are not."""
     metrics = {"rows": float(len(rows)), "row_weight": sum(row.weight for row in rows)}
-    if teach:
+    if compared is None:
         return metrics
     stats = compared.stats
     return metrics | {

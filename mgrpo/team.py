@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Mapping
+import os
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mgrpo.agents.chat import Chat
 from mgrpo.agents.delegate import Delegate
@@ -18,6 +19,7 @@ from mgrpo.agents.rollout import run_groups
 from mgrpo.agents.scheduler import Lockstep
 from mgrpo.config import AgentConfig, Config, TinyModel
 from mgrpo.config.registry import load_object, settings
+from mgrpo.config.vocabulary import pieces
 from mgrpo.engines.base import Engine, Sampling
 from mgrpo.engines.scripted import Scripted
 from mgrpo.errors import ConfigError, DataError
@@ -27,11 +29,16 @@ from mgrpo.tasks.base import TaskSource
 from mgrpo.tools.base import Tool
 from mgrpo.types import Rollout, Task
 
+T = TypeVar("T")
+
 
 class Team:
-    """One chat and one engine for every agent of a recipe."""
+    """One chat and one engine for every agent of a recipe. Sets torch's number of threads, which sums depend on."""
 
     def __init__(self, config: Config, models: Mapping[str, Path]) -> None:
+        import torch
+
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self.config = config
         self.chats = {name: Chat(tokenizer_of(models[name]), FORMATS[a.format]) for name, a in config.agents.items()}
         self.engines: dict[str, Engine] = {
@@ -43,6 +50,7 @@ class Team:
         self._tools = tools_of(config)
         self._roots: dict[tuple[int, float | None, int], tuple[Agent, Any]] = {}
         self._loaded: dict[str, int] = dict.fromkeys(config.agents, -1)
+        self._questions: dict[str, TaskSource] = {}
 
     @classmethod
     def load(cls, run: str | Path, version: int | None = None) -> Team:
@@ -60,7 +68,7 @@ class Team:
                 if agent.trainable:
                     weights = folder.published(store, name, version)
                     verify(folder.path / weights.handle, weights.checksum)
-                    asyncio.run(team.serve(name, weights, folder.path))
+                    complete(team.serve(name, weights, folder.path))
         finally:
             store.close()
         return team
@@ -70,6 +78,17 @@ class Team:
         if self._loaded[agent] != weights.version:
             await self.engines[agent].load(weights.version, str(folder / weights.handle))
             self._loaded[agent] = weights.version
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what the engines hold; the team acts no more. Leaving ``with Team.load(run) as team`` does it."""
+        for engine in self.engines.values():
+            complete(engine.close())
 
     def acting(
         self, seed: int, temperature: float | None = None, closed_book: bool = False, teacher: Any = None
@@ -86,23 +105,28 @@ class Team:
         root, _ = self._roots[key]
         if closed_book:
             root = replace(root, tools={}, limits=replace(root.limits, max_turns=0))
-        return ActingTeam(root, limits.max_depth, limits.max_calls, limits.rollout_timeout_s)
+        return ActingTeam(root, limits.max_depth, limits.max_calls, limits.rollout_timeout_s, limits.max_retries)
 
     def ask(self, question: str, task: Task | None = None, temperature: float = 0.0, seed: int = 0) -> Rollout:
         """One rollout on ``question``. ``task`` says in which world it is asked; default: the first test world.
 
         Raises DataError where the question cannot be asked there, see `obstacle`.
         """
-        config = self.config
-        table = config.tasks_with(config.evaluation.tasks)
-        source = settings("tasks", table, "evaluation.tasks").build(seed=config.seed)
+        source = self.questions()
         asked = replace(task or source.task(0), question=question, answer=None)
         if obstacle := self.obstacle(question, asked, source):
-            raise DataError(f"{obstacle}; ask for instance: {' '.join(examples(asked, source))}")
-        groups = asyncio.run(
+            raise DataError(f"{obstacle}; ask for instance: {examples(asked, source)}")
+        groups = complete(
             run_groups([(0, asked)], self.acting(seed, temperature), 1, source.corpus, self.scheduler(), seed)
         )
         return groups[0].rollouts[0]
+
+    def questions(self, split: str = "tasks") -> TaskSource:
+        """The questions of [evaluation]: ``split`` "tasks" (test) or "dev_tasks"."""
+        if split not in self._questions:
+            table = self.config.tasks_with(getattr(self.config.evaluation, split))
+            self._questions[split] = settings("tasks", table, f"evaluation.{split}").build(seed=self.config.seed)
+        return self._questions[split]
 
     def obstacle(self, question: str, task: Task, source: TaskSource) -> str | None:
         """Why ``question`` cannot be asked in the world of ``task``; None where it can.
@@ -112,7 +136,7 @@ class Team:
         if not isinstance(self.config.agents[self.config.planner].model, TinyModel):
             return None
         chat = self.chats[self.config.planner]
-        words = re.findall(r"\w+|[^\w\s]", question)
+        words = pieces(question)
         unknown = [word for word in words if chat.decode(chat.encode(word)) != word]
         if unknown or not words:
             return f"the models have no word for {', '.join(unknown)}" if unknown else "the question is empty"
@@ -137,10 +161,6 @@ class Team:
         return Agent(name, self.chats[name], engine, tools, _limits(config), sampling, config.prompt)
 
     def _scripted(self, name: str, teacher: Any, seed: int) -> Engine:
-        if not hasattr(teacher, "teacher"):
-            raise ConfigError(
-                f"tasks.type: {self.config.tasks['type']!r} has no scripted teacher; use collect = 'team'"
-            )
         config = self.config.agents[name]
         helpers = tuple(tool for tool in config.tools if tool in self.config.agents)
         role = "searcher" if config.role == "subagent" else "planner" if helpers else "solo"
@@ -148,11 +168,34 @@ class Team:
         return Scripted(lambda request: script(request.id, request.messages), self.chats[name].encode_reply)
 
 
-def examples(task: Task, source: TaskSource, count: int = 3) -> list[str]:
-    """Questions that can be asked in the world of ``task``, or the first ones of a source that has no worlds."""
+def complete(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What ``coroutine`` returns; where a loop is running already, as in a notebook, in a thread with its own loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+
+    async def watched() -> T:
+        running.append((asyncio.get_running_loop(), asyncio.current_task()))
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(asyncio.run, watched())
+        try:
+            return result.result()
+        except KeyboardInterrupt:  # it arrives in this thread; leaving the block waits for the other
+            for loop, task in running:
+                if task is not None:
+                    loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+def examples(task: Task, source: TaskSource, count: int = 3) -> str:
+    """Questions to quote that can be asked in the world of ``task``, or the first ones of a source without worlds."""
     like = getattr(source, "like", None)
     tasks = like(task, count) if like is not None else map(source.task, range(min(count, len(source))))
-    return [example.question for example in tasks]
+    return " or ".join(f'"{example.question}"' for example in tasks)
 
 
 def tools_of(config: Config) -> dict[str, Tool]:
@@ -180,19 +223,41 @@ def check_parts(config: Config) -> None:
     """
     tools_of(config)
     for index, stage in enumerate(config.stages):
-        settings("tasks", config.tasks_with(stage.tasks), f"stages.{index}.tasks").build(seed=config.seed)
+        table = config.tasks_with(stage.tasks)
+        source = settings("tasks", table, f"stages.{index}.tasks").build(seed=config.seed)
+        if stage.collect == "teacher" and not hasattr(source, "teacher"):
+            raise ConfigError(
+                f"stages.{index}.collect: {table['type']} tasks have no scripted teacher; use collect = 'team'"
+            )
     for key in ("tasks", "dev_tasks"):
         table = config.tasks_with(getattr(config.evaluation, key))
         settings("tasks", table, f"evaluation.{key}").build(seed=config.seed)
     if config.reward:
         load_object(config.reward, "reward")
     for name, agent in config.agents.items():
-        if isinstance(agent.model, str):
-            check_model_folder(agent.model, f"agents.{name}.model")
-            try:
-                Chat(tokenizer_of(Path(agent.model)), FORMATS[agent.format])
-            except ConfigError as error:
-                raise ConfigError(f"agents.{name}: {agent.model} and format {agent.format!r}: {error}") from error
+        _check_agent(agent, f"agents.{name}")
+    for index, table in enumerate(config.trackers):
+        plan = settings("tracker", table, f"trackers.{index}")
+        if hasattr(plan, "check"):
+            plan.check()
+
+
+def _check_agent(agent: AgentConfig, where: str) -> None:
+    """The model can be read, written to and decoded; a tiny one, which does not exist yet, always can."""
+    folder = None
+    if isinstance(agent.model, str):
+        folder = Path(agent.model)
+        check_model_folder(folder, f"{where}.model")
+        try:
+            Chat(tokenizer_of(folder), FORMATS[agent.format])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {agent.model} and format {agent.format!r}: {error}") from error
+    plan = settings("engine", agent.engine, f"{where}.engine")
+    if hasattr(plan, "check"):
+        try:
+            plan.check(folder)
+        except ConfigError as error:
+            raise ConfigError(f"{where}.engine: {error}") from error
 
 
 def _limits(config: AgentConfig) -> Limits:

@@ -37,15 +37,21 @@ from mgrpo.policy.update import LossFunction, Policy
 from mgrpo.report.reporter import Reporter
 from mgrpo.session import Session, row_metrics
 from mgrpo.store.waiting import wait
+from mgrpo.team import complete
 from mgrpo.types import Sample
 
 
-def train(config: Config, folder: str | Path, resume: bool = False, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Run every stage of ``config`` in ``folder`` and return the summary; ``resume`` goes on where one stopped."""
-    with Session(config, Path(folder), resume, reporter) as session:
+def train(
+    config: Config, folder: str | Path | None = None, resume: bool = False, reporter: Reporter | None = None
+) -> dict[str, Any]:
+    """Run every stage of ``config`` in ``folder`` (default: runs/NAME) and return the summary.
+
+    ``resume`` goes on where a run stopped.
+    """
+    with Session(config, Path(folder or config.default_folder), resume, reporter) as session:
         gc.freeze()  # what lives as long as the run is not searched for garbage at every step
         try:
-            asyncio.run(_both_loops(session))
+            complete(_both_loops(session))
         finally:
             gc.unfreeze()
         return session.finish()
@@ -59,12 +65,14 @@ async def collect(session: Session) -> None:
     store, config = session.store, session.config
     for window in session.windows(store.committed()):
         await session.wait_for_learners(window)
-        team = await session.team_of(window)
+        team = await session.serve(window)
+        await session.evaluate_where_due(window)
         source = session.source(window)
         started = time.perf_counter()
         tasks = [(group, session.task(source, group)) for group in window.groups]
         k = config.num_generations(window.stage)
-        groups = await run_groups(tasks, team, k, source.corpus, session.team.scheduler(), config.seed)
+        watcher = session.watcher("collecting")
+        groups = await run_groups(tasks, team, k, source.corpus, session.team.scheduler(), config.seed, watcher)
         rewards = await reward(session.team, source, groups)
         store.commit(groups, rewards)
         session.collected(window, groups, rewards, time.perf_counter() - started)
@@ -104,13 +112,13 @@ def update(
     rows = align(samples, mode, mine.trajectories_per_rollout, seed=session.config.seed, step=step)
     if not rows:
         return {}
-    compared = advantages(rows, plan.scale_rewards)
-    values = [1.0] * len(rows) if teach else list(compared.values)
+    compared = None if teach else advantages(rows, plan.scale_rewards)
+    values = [1.0] * len(rows) if compared is None else list(compared.values)
     coefficients = token_coefficients(rows, plan.loss_agg_mode)
     batches = pack(rows, values, coefficients, plan.max_tokens_per_microbatch, session.pad_id(agent), not teach)
     loss: LossFunction = sft_loss if teach else _clipped(plan.clip_ratio_low, plan.clip_ratio_high)
     moved = policy.update(batches, loss, stage_step) if batches else {}
-    return row_metrics(rows, compared, teach) | moved
+    return row_metrics(rows, compared) | moved
 
 
 def _clipped(low: float, high: float) -> LossFunction:

@@ -137,6 +137,9 @@ class Failure:
     kind: str  # the class name of an error in errors.py, e.g. "EngineTimeout"
     message: str
 
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
@@ -148,7 +151,7 @@ class ToolResult:
 
 
 StopReason = Literal["stop", "length"]
-Ending = Literal["answer", "max_turns", "max_tokens", "max_context", "failure"]
+Ending = Literal["answer", "max_turns", "max_context", "failure"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,9 @@ def config_of(**changes: Any) -> Config:
         "name": "sample",
         "agents": {
             "planner": {"role": "planner", "model": tiny, "format": "compact", "tools": ["searcher"]},
-            "searcher": {"role": "subagent", "model": tiny, "format": "compact", "tools": ["search"]},
+            "searcher": {"role": "subagent", "model": tiny, "format": "compact", "tools": ["search", "visit"]},
         },
-        "tools": {"search": {"type": "search"}},
+        "tools": {"search": {"type": "search"}, "visit": {"type": "visit"}},
         "tasks": {"type": "world"},
         "evaluation": {"tasks": {"split": "test"}},
         "stages": [

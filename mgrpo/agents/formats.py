@@ -284,7 +284,8 @@ class Compact:
         return _reply(thought, calls, answers)
 
     def findings(self, findings: Findings) -> str:
-        return " from ".join((findings.answer, *findings.sources))
+        said = f"{findings.answer} : {findings.evidence}" if findings.evidence else findings.answer
+        return " from ".join((said, *findings.sources))
 
     def complaint(self, error: str, about: About) -> str:
         return f"error {about}"  # the full message is recorded; a closed vocabulary has words for no more than this

@@ -6,24 +6,38 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 from mgrpo.agents.loop import Agent, Episode, run, together
-from mgrpo.agents.scheduler import Scheduler
+from mgrpo.agents.scheduler import Lockstep
 from mgrpo.errors import InfrastructureError
-from mgrpo.types import Corpus, Group, Rollout, Task
+from mgrpo.types import Corpus, Failure, Group, Rollout, Task
+
+FIRST_PAUSE_S = 1.0  # before failed groups run again; doubled each time, since what broke is often being restarted
 
 
 @dataclass(frozen=True)
 class Team:
     """The root agent, which reaches the others through its tools, and what one rollout may use.
 
-    ``max_depth`` counts levels below the root (0: no delegation), ``max_calls`` sub-agent calls in the whole tree.
+    ``max_depth`` counts levels below the root (0: no delegation), ``max_calls`` sub-agent calls in the whole tree;
+    ``max_retries`` is how often a group runs again in which trajectories were cut off, see `cut_off`.
     """
 
     root: Agent
     max_depth: int = 4
     max_calls: int = 64
     rollout_timeout_s: float = 1800.0
+    max_retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who is told while rollouts run."""
+
+    on_rollout: Callable[[int, int], None] = lambda done, total: None
+    on_retry: Callable[[int, Failure], None] = lambda groups, first: None  # how many groups, and the first cause
 
 
 async def run_groups(
@@ -31,14 +45,47 @@ async def run_groups(
     team: Team,
     k: int,
     corpus_of: Callable[[Task], Corpus | None],
-    scheduler: Scheduler,
+    scheduler: Lockstep,
     seed: int = 0,
+    watcher: Watcher | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Group]:
     """K rollouts of each (group id, task), all at once; groups in the order of ``tasks``.
 
-    Failures of engines and tools are values in the result; other exceptions end every rollout and are raised.
+    Groups with trajectories that were cut off run again, whole, at most ``team.max_retries`` times. Failures that are
+    left are values in the result; other exceptions end every rollout and are raised.
     """
+    watcher = watcher or Watcher()
+    run_once = partial(_run_once, team=team, k=k, corpus_of=corpus_of, scheduler=scheduler, seed=seed, clock=clock)
+    found = {group.id: group for group in await run_once(tasks, on_rollout=watcher.on_rollout)}
+    for attempt in range(team.max_retries):
+        failed = {group.id: cut[0] for group in found.values() if (cut := cut_off(group))}
+        if not failed:
+            break
+        watcher.on_retry(len(failed), next(iter(failed.values())))
+        await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
+        again = [(id, task) for id, task in tasks if id in failed]
+        found |= {group.id: group for group in await run_once(again, on_rollout=watcher.on_rollout)}
+    return list(found.values())
+
+
+def cut_off(group: Group) -> list[Failure]:
+    """Why trajectories of ``group`` were cut off: by an engine or by their rollout's deadline, not by a broken tool,
+    of which the agent reads and goes on."""
+    cut = [r.failure or t.failure for r in group.rollouts for t in r.trajectories if t.ending == "failure"]
+    return [failure for failure in cut if failure is not None]
+
+
+async def _run_once(
+    tasks: Sequence[tuple[int, Task]],
+    team: Team,
+    k: int,
+    corpus_of: Callable[[Task], Corpus | None],
+    scheduler: Lockstep,
+    seed: int,
+    clock: Callable[[], float],
+    on_rollout: Callable[[int, int], None],
+) -> list[Group]:
     episodes = [
         Episode(task, group, index, scheduler, corpus, seed, team.max_depth, team.max_calls, clock)
         for group, task in tasks
@@ -47,8 +94,15 @@ async def run_groups(
     ]
     for episode in episodes:  # all of them before the first asks for a turn
         scheduler.join(episode.member)
+    done = count(1)
+
+    async def reported(episode: Episode) -> Rollout:
+        rollout = await _rollout(episode, team)
+        on_rollout(next(done), len(episodes))
+        return rollout
+
     try:
-        rollouts = await together([_rollout(episode, team) for episode in episodes])
+        rollouts = await together([reported(episode) for episode in episodes])
     finally:
         for episode in episodes:  # one whose task never started has not left by itself
             scheduler.leave(episode.member)

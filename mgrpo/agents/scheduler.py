@@ -1,40 +1,24 @@
 """When engine calls are sent, and which of them together.
 
-`Lockstep` is for synchronous, reproducible runs. It counts what could still ask for a turn::
+`Lockstep` counts what could still ask for a turn::
 
     active   one per rollout; a turn with n calls holds n of them until its calls are over
     parked   requests that wait
-    parked == active  ->  everything parked is sent, grouped by engine, each batch in order of id
+    parked == active  ->  everything parked is sent, grouped by engine, each engine's in order of id
 
 So a batch is a pure function of ids and contents: a slow tool holds the next batch back, and no timing enters.
-
-`Streaming` is for asynchronous runs. It sends what is ready; while an engine is busy, new requests wait for its next
-batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from mgrpo.engines.base import Completion, Engine, Request
 from mgrpo.errors import EngineError, EngineTimeout
 
 Member = tuple[int, int]  # (group, rollout)
-
-
-class Scheduler(Protocol):
-    """``join`` and ``leave`` say how many strands of a rollout are active; ``leave`` without a count ends it."""
-
-    async def generate(self, engine: Engine, request: Request) -> Completion:
-        """Raises EngineError, or EngineTimeout when the engine does not answer in time."""
-        ...
-
-    def join(self, member: Member, count: int = 1) -> None: ...
-
-    def leave(self, member: Member, count: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +43,18 @@ async def _ask(engine: Engine, requests: Sequence[Request], seconds: float) -> l
 
 
 async def _outcomes(parked: Sequence[_Parked], seconds: float) -> list[Completion | Exception]:
-    """The outcome of one batch; an error, ours or the engine's, is raised again where each request waits."""
-    try:
-        return [*await _ask(parked[0].engine, [p.request for p in parked], seconds)]
-    except Exception as error:
-        return [error] * len(parked)
+    """The outcomes at one engine, a batch at a time, each with its own deadline.
+
+    An error, ours or the engine's, is raised again where each request of its batch waits.
+    """
+    outcomes: list[Completion | Exception] = []
+    while batch := [p.request for p in parked[len(outcomes) :]]:
+        try:
+            batch = batch[: parked[0].engine.max_batch]
+            outcomes += await _ask(parked[0].engine, batch, seconds)
+        except Exception as error:
+            outcomes += [error] * len(batch)
+    return outcomes
 
 
 def _hand_back(parked: Sequence[_Parked], outcomes: Sequence[Completion | Exception]) -> None:
@@ -77,7 +68,10 @@ def _hand_back(parked: Sequence[_Parked], outcomes: Sequence[Completion | Except
 
 
 class Lockstep:
-    """All requests of one round together. Every member must have joined before the first one asks."""
+    """All requests of one round together. Every member must have joined before the first one asks.
+
+    ``join`` and ``leave`` say how many strands of a rollout are active; ``leave`` without a count ends it.
+    """
 
     def __init__(self, request_timeout_s: float = 600.0) -> None:
         self._seconds = request_timeout_s
@@ -87,6 +81,7 @@ class Lockstep:
         self._round: asyncio.Task[None] | None = None
 
     async def generate(self, engine: Engine, request: Request) -> Completion:
+        """Raises EngineError, or EngineTimeout when the engine does not answer in time."""
         parked = _Parked(engine, request, asyncio.get_running_loop().create_future())
         self._parked.append(parked)
         self._send_when_complete()
@@ -130,57 +125,3 @@ class Lockstep:
         results = await asyncio.gather(*(_outcomes(batch, self._seconds) for batch in batches.values()))
         for batch, outcomes in zip(batches.values(), results, strict=True):  # in order, whichever was ready first
             _hand_back(batch, outcomes)
-
-
-@dataclass(slots=True, eq=False)
-class _Queue:
-    """What waits for one engine, and the batches it is busy with."""
-
-    waiting: list[_Parked] = field(default_factory=list)
-    busy: set[asyncio.Task[None]] = field(default_factory=set)
-    announced: bool = False
-
-
-class Streaming:
-    """At most ``max_in_flight`` batches of at most ``max_batch`` requests at each engine.
-
-    An in-process engine wants one batch at a time; a server that batches by itself wants many.
-    """
-
-    def __init__(self, request_timeout_s: float = 600.0, max_batch: int = 64, max_in_flight: int = 1) -> None:
-        self._seconds = request_timeout_s
-        self._max_batch = max_batch
-        self._max_in_flight = max_in_flight
-        self._queues: dict[int, _Queue] = {}
-
-    async def generate(self, engine: Engine, request: Request) -> Completion:
-        loop = asyncio.get_running_loop()
-        queue = self._queues.setdefault(id(engine), _Queue())
-        parked = _Parked(engine, request, loop.create_future())
-        queue.waiting.append(parked)
-        if not queue.announced:  # what else is ready in this turn of the event loop goes along
-            queue.announced = True
-            loop.call_soon(self._send, queue)
-        return await parked.result
-
-    def join(self, member: Member, count: int = 1) -> None:
-        """Nothing is held back here, so nothing is counted."""
-
-    def leave(self, member: Member, count: int | None = None) -> None:
-        """As for `join`."""
-
-    def _send(self, queue: _Queue) -> None:
-        queue.announced = False
-        queue.waiting = [parked for parked in queue.waiting if not parked.result.done()]
-        while queue.waiting and len(queue.busy) < self._max_in_flight:
-            batch, queue.waiting = queue.waiting[: self._max_batch], queue.waiting[self._max_batch :]
-            task = asyncio.get_running_loop().create_task(self._serve(queue, batch))
-            queue.busy.add(task)
-
-    async def _serve(self, queue: _Queue, batch: list[_Parked]) -> None:
-        outcomes = await _outcomes(batch, self._seconds)
-        _hand_back(batch, outcomes)
-        task = asyncio.current_task()
-        if task is not None:
-            queue.busy.discard(task)
-        self._send(queue)

@@ -33,8 +33,8 @@ def token_coefficients(rows: Sequence[Row], loss_agg_mode: LossAggMode = "seq-me
 
     ``rows`` are those of the whole optimiser step: the denominators are global, and any split into micro-batches adds
     up to the same gradient. With trajectory i of weight w_i and n_i sampled tokens, one token of it counts
-    w_i / (n_i * sum w) for "seq-mean-token-mean" (equations 14 and 16 with a row as the unit), w_i / sum(w * n) for
-    "token-mean", w_i / sum w for "seq-mean-token-sum". Rows without sampled tokens count 0 everywhere.
+    w_i / (n_i * sum w) for "seq-mean-token-mean" (equations 14 and 16), w_i / sum(w * n) for "token-mean", w_i / sum w
+    for "seq-mean-token-sum"; rows of one trajectory share its w. Rows without sampled tokens count 0 everywhere.
     """
     sampled = [row.loss_mask.count(True) for row in rows]
     if loss_agg_mode == "seq-mean-token-mean":
@@ -101,7 +101,8 @@ def policy_loss(
 
     ``logprobs`` is [B, T]: position t holds log pi_theta(token t | tokens before t); off targets it is never read, so
     padding and NaN there change nothing. Metrics: clip_fraction (tokens whose gradient the clip removed), approx_kl
-    (k3 estimate of KL(old || new), nats per token), logprob_abs_diff (engine against trainer, nats), ratio_max.
+    (k3 estimate of KL(old || new), nats per token), logprob_abs_diff (engine against trainer, nats), ratio_max. They
+    are over the batch's targets: rows that `pack` dropped for an advantage of 0 are not in them.
     """
     new, old, advantages = logprobs[batch.targets], batch.old_logprobs[batch.targets], batch.advantages[batch.targets]
     objective = clipped_surrogate(new, old, advantages, clip_ratio_low, clip_ratio_high)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from mgrpo.types import Failure, Grade, Reward, Rollout, Trajectory, TrajectoryId
+from mgrpo.types import Grade, Reward, Rollout, Trajectory, TrajectoryId
 
 OnUnknown = Literal["renormalise", "exclude"]
 
@@ -44,7 +44,7 @@ def rewards(
         failure = rollout.failure or trajectory.failure
         if failure is not None:
             parts = {name: term.value for name, term in terms.items()} | {"format": None}
-            result[trajectory.id] = Reward(None, parts, _cause(failure))
+            result[trajectory.id] = Reward(None, parts, str(failure))
         else:
             result[trajectory.id] = combine(terms, _weights_of(trajectory.id, terms, weights), unknown)
     return result
@@ -81,7 +81,7 @@ def _correct_main(rollout: Rollout, grades: Mapping[TrajectoryId, Grade]) -> Gra
     """What every descendant inherits: an answer in an invalid format is no correct answer, a failed root is unknown."""
     root = rollout.root
     if root.failure is not None:
-        return Grade(None, f"{root.id} failed by {_cause(root.failure)}")
+        return Grade(None, f"{root.id} failed by {root.failure}")
     return _grade(root.id, grades) if root.valid_format else INVALID
 
 
@@ -101,7 +101,3 @@ def _weights_of(
     if own.keys() != terms.keys():
         raise ValueError(f"{id}: reward weights of {id.agent!r} name {sorted(own)}; they must name {sorted(terms)}")
     return own
-
-
-def _cause(failure: Failure) -> str:
-    return f"{failure.kind}: {failure.message}"

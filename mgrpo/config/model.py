@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -90,14 +91,16 @@ class RolloutConfig(Strict):
     max_depth: int = Field(2, gt=0, description="levels of delegation below the planner")
     max_calls: int = Field(32, gt=0, description="sub-agent invocations in one rollout")
     rollout_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float = Field(120.0, gt=0)
+    request_timeout_s: float = Field(120.0, gt=0, description="of one batch of engine requests")
+    grade_timeout_s: float = Field(120.0, gt=0, description="of one grade; without one the reward is unknown")
+    max_retries: int = Field(2, ge=0, description="how often a group runs again in which rollouts were cut off")
     unknown_reward: Literal["renormalise", "exclude"] = "renormalise"
 
 
 class StageConfig(Strict):
     """So many steps of so many groups, with its own tasks and learner settings."""
 
-    name: str
+    name: str = Field(min_length=1)
     steps: int = Field(gt=0)
     groups_per_step: int = Field(gt=0)
     num_generations: int | None = Field(None, gt=0, description="default: the planner's; 1 for demonstrations")
@@ -146,7 +149,7 @@ class Config(Strict):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="also names the default run folder")
     preset: Literal["m_grpo"] = "m_grpo"
     seed: int = 0
-    threads: int | None = Field(None, gt=0, description="torch threads; default: all cores")
+    threads: int | None = Field(None, gt=0, description="torch threads; default: all cores of where the run begins")
     agents: dict[str, AgentConfig]
     tools: dict[str, dict[str, Any]] = {}
     tasks: dict[str, Any]
@@ -160,6 +163,10 @@ class Config(Strict):
     trackers: tuple[dict[str, Any], ...] = ()
     store_timeout_s: float = Field(3600.0, gt=0, description="longest wait of one loop for the other")
     keep_versions: int = Field(3, ge=2)
+
+    @property
+    def default_folder(self) -> Path:
+        return Path("runs") / self.name
 
     @property
     def planner(self) -> str:

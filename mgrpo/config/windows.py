@@ -54,5 +54,16 @@ def windows(config: Config, from_group: int = 0) -> Iterator[Window]:
             group, step = window.end_group, step + stage.weight_sync_steps
 
 
+def stage_start(config: Config, group: int) -> int:
+    """The first group of the stage that ``group`` belongs to."""
+    start = 0
+    for stage in config.stages[:-1]:
+        end = start + stage.steps * stage.groups_per_step
+        if group < end:
+            break
+        start = end
+    return start
+
+
 def total_steps(config: Config) -> int:
     return sum(stage.steps for stage in config.stages)

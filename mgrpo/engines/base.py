@@ -47,10 +47,15 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Four methods. A new engine is done when tests/contract/test_engines.py passes on it."""
+    """Four methods and a number. A new engine is done when tests/contract/test_engines.py passes on it."""
+
+    max_batch: int  # most requests that one call of `generate` is given
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order. Raises EngineError or EngineTimeout for the whole batch."""
+        """One completion per request, in order. Raises EngineError or EngineTimeout for the whole batch.
+
+        A call that is cancelled, as one that missed its deadline is, must not hold up the next one.
+        """
         ...
 
     async def load(self, version: int, handle: str) -> None:
@@ -61,4 +66,6 @@ class Engine(Protocol):
         """The trajectory is over: anything cached for it may go."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """The run, or the program, is over: let go of what is held."""
+        ...

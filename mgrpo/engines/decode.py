@@ -6,6 +6,7 @@ Shapes: B requests, Q new tokens, T tokens of room, L layers, H key-value heads,
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mgrpo.engines.base import Completion, Request, Sampling
 from mgrpo.engines.model import logits_at
-from mgrpo.errors import ConfigError
+from mgrpo.errors import ConfigError, EngineError
 from mgrpo.types import StopReason, TrajectoryId
 
 
@@ -97,8 +98,13 @@ class Decoder:
             self._kept.pop(id, None)
 
     @torch.inference_mode()
-    def decode(self, requests: Sequence[Request], version: int) -> list[Completion]:
-        """One turn per request. Batch order, padding and noise are a pure function of the requests."""
+    def decode(
+        self, requests: Sequence[Request], version: int, abandoned: threading.Event | None = None
+    ) -> list[Completion]:
+        """One turn per request. Batch order, padding and noise are a pure function of the requests.
+
+        Raises EngineError at the next token once ``abandoned`` is set: nobody waits for these turns any more.
+        """
         rows = [_new_row(request) for request in requests]
         cached = [self._cached(request) for request in requests]
         start = [0 if states is None else states.shape[2] for states in cached]
@@ -111,6 +117,8 @@ class Decoder:
         lengths = torch.tensor([len(request.prompt_ids) for request in requests])
         alive = list(range(len(rows)))  # position in the cache -> row
         for step in range(most):
+            if abandoned is not None and abandoned.is_set():
+                raise EngineError("nobody waits for these turns any more")
             tokens = _sample(logits, [rows[i] for i in alive], step)
             still = [b for b, i in enumerate(alive) if not rows[i].done]
             for b, i in enumerate(alive):
@@ -201,6 +209,9 @@ def _sample(logits: Tensor, rows: Sequence[_Row], step: int) -> Tensor:
     return tokens
 
 
+_NEEDED = "choose a model with rotary positions and full attention in every layer, such as Llama or Qwen3"
+
+
 def _full_attention_layers(config: Any) -> int:
     """How many layers there are, all of them with plain causal attention; ConfigError otherwise."""
     text = config.get_text_config()
@@ -209,7 +220,7 @@ def _full_attention_layers(config: Any) -> int:
         kinds = {"sliding_attention"}  # Mistral and Phi name no layer types: a window holds for all layers
     if kinds != {"full_attention"}:
         other = ", ".join(sorted(kinds - {"full_attention"}))
-        raise ConfigError(f"engine type 'local' cannot cache {other} layers ({text.model_type}); serve it with vLLM")
+        raise ConfigError(f"engine type 'local' cannot cache {other} layers ({text.model_type}); {_NEEDED}")
     return int(text.num_hidden_layers)
 
 
@@ -227,12 +238,12 @@ def check_decoding(decoder: Decoder) -> None:
     try:
         completions = decoder.decode(requests, version=0)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{refused}{error}; serve it with vLLM") from error
+        raise ConfigError(f"{refused}{str(error).strip().partition(chr(10))[0]}; {_NEEDED}") from error
     finally:
         decoder.forget()
     gap = max(_gap(model, r, c) for r, c in zip(requests, completions, strict=True))
     if not gap < (1e-2 if model.dtype == torch.float32 else 0.25):
-        raise ConfigError(f"{refused}with a cache its log-probabilities are off by {gap:.2g}; serve it with vLLM")
+        raise ConfigError(f"{refused}with a cache its log-probabilities are off by {gap:.2g}; {_NEEDED}")
 
 
 @torch.inference_mode()

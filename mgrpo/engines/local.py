@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field
 
 from mgrpo.engines.base import Completion, Request
+from mgrpo.errors import ConfigError
 from mgrpo.types import TrajectoryId
 
 if TYPE_CHECKING:
@@ -18,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Decodes at most ``max_batch`` requests at once, in the order given."""
+    """Decodes all requests of a call at once."""
 
     def __init__(self, decoder: Decoder, max_batch: int = 256, version: int = 0) -> None:
+        self.max_batch = max_batch
         self._decoder = decoder
-        self._max_batch = max_batch
         self._version = version
-        self._one_at_a_time = threading.Lock()  # a call that ran out of time goes on in its thread
+        self._one_at_a_time = threading.Lock()  # a call that ran out of time goes on in its thread, to its next token
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        completions: list[Completion] = []
-        for start in range(0, len(requests), self._max_batch):
-            part = requests[start : start + self._max_batch]
-            # A thread of its own, so that engines of different agents decode at the same time.
-            completions += await asyncio.to_thread(self._decode, part)
-        return completions
+        abandoned = threading.Event()
+        try:  # A thread of its own, so that engines of different agents decode at the same time.
+            return await asyncio.to_thread(self._decode, requests, abandoned)
+        except asyncio.CancelledError:
+            abandoned.set()
+            raise
 
     async def load(self, version: int, handle: str) -> None:
         await asyncio.to_thread(self._load, version, handle)
@@ -43,9 +44,9 @@ class Local:
     async def close(self) -> None:
         self._decoder.forget()
 
-    def _decode(self, requests: Sequence[Request]) -> list[Completion]:
+    def _decode(self, requests: Sequence[Request], abandoned: threading.Event) -> list[Completion]:
         with self._one_at_a_time:
-            return self._decoder.decode(requests, self._version)
+            return self._decoder.decode(requests, self._version, abandoned) if requests else []
 
     def _load(self, version: int, handle: str) -> None:
         from mgrpo.engines.model import load_weights
@@ -61,6 +62,18 @@ class Settings(BaseModel, extra="forbid", frozen=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     max_batch: int = Field(256, gt=0)
+
+    def check(self, folder: Path | None) -> None:
+        """Raise what `build` would; without a ``folder`` of the device alone."""
+        import torch
+
+        try:
+            torch.zeros(1, device=self.device).item()
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"device: torch cannot compute on {self.device!r} here ({reason}); use 'cpu'") from error
+        if folder is not None:
+            self.build(folder)
 
     def build(self, folder: str | Path, **_: Any) -> Local:
         """An engine that serves the model in ``folder`` as version 0. ConfigError for one that it cannot decode."""

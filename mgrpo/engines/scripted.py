@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ class Scripted:
         self._script = script
         self._encode = encode
         self._version = version
+        self.max_batch = sys.maxsize
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         await asyncio.sleep(0)  # a turn of the event loop, as for any engine
@@ -55,7 +57,7 @@ class Settings(BaseModel, extra="forbid", frozen=True):
     """``path``: a JSON file {agent name: [text of turn 0, text of turn 1, ...]}. ``function``: "module:function"."""
 
     type: Literal["scripted"] = "scripted"
-    path: str | None = None
+    path: Path | None = None
     function: str | None = None
 
     @model_validator(mode="after")
@@ -66,8 +68,14 @@ class Settings(BaseModel, extra="forbid", frozen=True):
 
     def build(self, encode: Encode, **_: Any) -> Scripted:
         """Raises ConfigError when the file or function is not there or is no script."""
-        script = _from_file(Path(self.path)) if self.path is not None else _imported(self.function or "")
-        return Scripted(script, encode)
+        return Scripted(self._script(), encode)
+
+    def check(self, folder: Path | None) -> None:
+        """Raise what `build` would. A script needs no model, so ``folder`` is not looked at."""
+        self._script()
+
+    def _script(self) -> Script:
+        return _from_file(self.path) if self.path is not None else _imported(self.function or "")
 
 
 def _from_file(path: Path) -> Script:

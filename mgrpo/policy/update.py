@@ -74,8 +74,10 @@ class Policy:
     def update(self, batches: Sequence[Batch], loss_function: LossFunction, step: int) -> dict[str, float]:
         """Optimiser step number ``step`` (from 0) of the schedule, over all micro-batches; their losses add up.
 
-        A NaN or infinite gradient skips the step: weights and optimiser state stay bit-identical, "skipped_steps" is
-        1. Raises NonFiniteGradients after ``max_skipped_steps`` of them in a row.
+        "tokens" counts the targets in ``batches``; "entropy" and the means of ``loss_function`` are over these tokens
+        alone, whatever rows were left out before. Without any they and "loss" are absent. A NaN or infinite gradient
+        skips the step: weights and optimiser state stay bit-identical, "skipped_steps" is 1. Raises
+        NonFiniteGradients after ``max_skipped_steps`` of them in a row.
         """
         loss, entropy, sums = 0.0, 0.0, TokenSums()
         for batch in batches:
@@ -90,15 +92,15 @@ class Policy:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._count(finite)
-        return {
-            "loss": loss,
+        taken = {
             "grad_norm": norm,
             "learning_rate": rate,
             "skipped_steps": float(not finite),
             "tokens": float(sums.tokens),
-            "entropy": entropy / max(1, sums.tokens),
-            **sums.metrics(),
         }
+        if sums.tokens == 0:
+            return taken
+        return taken | {"loss": loss, "entropy": entropy / sums.tokens, **sums.metrics()}
 
     def _apply(self, step: int) -> float:
         plan = self.schedule

@@ -15,6 +15,7 @@ Metrics = Mapping[str, Any]
 WINDOW = 3  # steps that are averaged, so that one unlucky step rings nothing
 ZERO_CALLS = 0.5  # share of rollouts without a call
 CALLS_LEFT = 0.25  # share of the calls at the stage's start
+FAILED = 0.1  # share of rollouts
 INVALID_RISE = 0.3  # of the share of trajectories with invalid format, above the stage's best
 QUIET_CHECKS = 5  # checks without trouble that end an episode
 
@@ -53,6 +54,16 @@ def invalid_format(collected: Sequence[Metrics], agent: str) -> Alarm | None:
         return None
     text = f"{means[-1]:.0%} of {agent}'s trajectories have an invalid format, {min(means):.0%} at its best"
     return Alarm(f"invalid_format/{agent}", f"{text}: lower its learning rate, and look at its turns")
+
+
+def failed_rollouts(collected: Sequence[Metrics]) -> Alarm | None:
+    """Engines, tools or time limits break many rollouts; those teach nothing, and what is left is no fair sample."""
+    shares = [{"share": m["failed_rollouts"] / m["rollouts"]} for m in collected if m.get("rollouts")]
+    share = _recent(shares, "share")
+    if share is None or share <= FAILED:
+        return None
+    text = f"{share:.0%} of rollouts fail by infrastructure and teach nothing"
+    return Alarm("failed_rollouts", f"{text}: see failures/ in metrics.jsonl for what broke")
 
 
 def skipped_steps(learned: Metrics, agent: str) -> Alarm | None:

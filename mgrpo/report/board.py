@@ -58,7 +58,7 @@ class Board:
             first_step,
             total_steps,
             now,
-            agents={agent: {"version": metrics.get("version")} for agent, metrics in self.agents.items()},
+            agents={agent: {"from_version": metrics.get("from_version")} for agent, metrics in self.agents.items()},
             evaluations=self.evaluations,
             alarms=self.alarms,
         )

@@ -147,16 +147,20 @@ def _evaluations(stages: Sequence[Stage], records: Sequence[Record]) -> dict[str
 
 
 def _gradient_shares(learned: Sequence[Record]) -> dict[str, list[Record]]:
-    """grad_norm over the sum of all agents' in the same step; steps in which only one agent learned say nothing."""
-    norms: dict[int, dict[str, float]] = {}
+    """grad_norm over the sum of all agents' in the same step, for steps in which several agents took their rows.
+
+    An agent without rows, or whose rewards all tied, had no gradient: it counts 0, so that a planner that stops
+    delegating shows. A norm that was not finite is unknown, and with it every share of its step.
+    """
+    norms: dict[int, dict[str, float | None]] = {}
     for record in learned:
-        if record.get("grad_norm") is not None:
-            norms.setdefault(int(record["step"]), {})[str(record["agent"])] = float(record["grad_norm"])
+        norms.setdefault(int(record["step"]), {})[str(record["agent"])] = record.get("grad_norm", 0.0)
     result: dict[str, list[Record]] = {}
     for step, by_agent in norms.items():
-        total = sum(by_agent.values())
-        if len(by_agent) > 1 and total > 0:
-            for agent, norm in by_agent.items():
+        known = {agent: float(norm) for agent, norm in by_agent.items() if norm is not None}
+        total = sum(known.values())
+        if len(known) == len(by_agent) > 1 and total > 0:
+            for agent, norm in known.items():
                 result.setdefault(agent, []).append({"kind": "learn", "step": step, "share": norm / total})
     return result
 

@@ -151,13 +151,13 @@ def _team(board: Board, ascii_only: bool) -> RenderableType:
 def _agent_table(board: Board) -> Table:
     shown = "loss" if board.demonstrations else "entropy"
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("agent", "v", "reward", "parts", shown):
+    for name in ("agent", "from v", "reward", "parts", shown):
         table.add_column(name, justify="left" if name in ("agent", "parts") else "right")
     for agent in _agents(board):
         learned = board.agents.get(agent, {})
         table.add_row(
             Text(agent),
-            short(learned.get("version")),
+            short(learned.get("from_version")),
             fixed(board.team.get(f"reward/{agent}")),
             Text(parts(board.team, agent)),
             fixed(learned.get(shown), 3),

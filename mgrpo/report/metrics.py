@@ -17,7 +17,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Rewards) -> dict[str, Numb
 
     ::
 
-        groups, rollouts, trajectories, sampled_tokens         counts
+        groups, rollouts, failed_rollouts, trajectories, sampled_tokens         counts
         success                        mean r_correct of the planners that could be graded, in [0, 1]
         sub_answer                     mean r_expert of the sub-agent trajectories that could be graded, in [0, 1]
         unknown_fraction               trajectories without a reward, of all
@@ -35,6 +35,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Rewards) -> dict[str, Numb
     return {
         "groups": len(groups),
         "rollouts": len(rollouts),
+        "failed_rollouts": len(rollouts) - len(sound),
         "trajectories": len(every),
         "sampled_tokens": sum(len(turn.token_ids) for trajectory in every for turn in trajectory.turns),
         "success": _part((rollout.root for rollout in sound), rewards, "correct"),

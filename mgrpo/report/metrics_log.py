@@ -5,11 +5,28 @@
     {"kind": "stage",    "step": 0, "stage": "rl", "time": 1.7e9, "name": "rl", "steps": 80, "total_steps": 80,
      "demonstrations": false}
     {"kind": "collect",  "step": 3, "stage": "rl", "time": ..., "seconds": 1.1, "success": 0.31, "reward/planner": ...}
-    {"kind": "learn",    "step": 3, "stage": "rl", "time": ..., "agent": "planner", "version": 4, "loss": ...}
+    {"kind": "learn",    "step": 3, "stage": "rl", "time": ..., "agent": "planner", "from_version": 3, ...}
     {"kind": "evaluate", "step": 3, "stage": "rl", "time": ..., "name": "dev", "success": 0.4}
     {"kind": "alarm",    "step": 3, "stage": "rl", "time": ..., "name": "lazy_planner", "message": "..."}
 
 ``time`` is in seconds since 1970. A number that is not finite is written as null: JSON has no NaN.
+
+``collect`` and ``evaluate`` hold what `mgrpo.report.metrics.rollout_metrics` lists, and ``retried_groups``, which
+infrastructure cut off and which were run again; ``collect`` also ``seconds`` and ``tokens_per_second``, generation,
+tools and grading together. ``learn`` holds, of one optimiser step::
+
+    from_version        the agent's newest published weights during the step, which sampled the rows unless a teacher
+                        did; what the step makes of them is published when its window ends
+    seconds             of alignment, comparison and update
+    rows, row_weight    rows after alignment, and the sum of their weights
+    groups, zero_variance_groups, singleton_groups, reward_mean, reward_std     how these rows compare; not for "sft"
+    tokens              that were trained on: sampled ones, for "ppo" of rows whose advantage is not 0, since rows of
+                        tied groups never reach the model
+    entropy, approx_kl, logprob_abs_diff, clip_fraction, nll    means over exactly these tokens; ratio_max: the largest
+    loss, grad_norm, learning_rate, skipped_steps               of the step
+
+What is unknown is left out: all but agent, from_version and seconds where the agent had no rows; tokens and all below
+where every advantage was 0.
 """
 
 from __future__ import annotations

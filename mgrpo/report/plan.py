@@ -20,7 +20,10 @@ from mgrpo.tasks.world import Settings as WorldSettings
 # Tokens that a tiny model's vocabulary has beside the words of its tasks: roles and the format's control strings.
 _ADDED_TOKENS = {"compact": 14, "hermes": 13}
 _TASKS_LOOKED_AT = 64
-_ROWS = "Questions and rows are per step. A sub-agent has a row per call: ~ one call for each part of a question."
+_ROWS = (
+    "Questions and rows are per step. A sub-agent has a row per call, ~ one call for each part of a question; resample"
+    " keeps at most d different calls of an attempt."
+)
 
 Line = tuple[str, str]  # a term and what it means
 
@@ -65,7 +68,8 @@ def agents_table(config: Config) -> Table:
 def _aligned(agent: AgentConfig) -> str:
     if agent.role == "planner":
         return f"K = {agent.num_generations or 8}"
-    return f"d = {agent.trajectories_per_rollout}, align {agent.align}"
+    d = "" if agent.align in (None, "none") else f"d = {agent.trajectories_per_rollout}, "
+    return f"{d}align {agent.align or 'none'}"
 
 
 def stages_table(config: Config) -> Table:
@@ -87,10 +91,12 @@ def expected_rows(config: Config, stage: StageConfig, agent: str) -> float | Non
     settings_ = config.agents[agent]
     if settings_.role == "planner":
         return rollouts
-    if settings_.align == "resample" and stage.policy_loss == "ppo":
-        return rollouts * (settings_.trajectories_per_rollout or 1)
     calls = _calls(config, stage)
-    return None if calls is None else rollouts * calls
+    if calls is None:
+        return None
+    if settings_.align == "resample" and stage.policy_loss == "ppo":
+        calls = [min(made, settings_.trajectories_per_rollout or made) for made in calls]
+    return rollouts * fmean(calls)
 
 
 def _rows_in_words(config: Config, stage: StageConfig, agent: str) -> str:
@@ -101,14 +107,14 @@ def _rows_in_words(config: Config, stage: StageConfig, agent: str) -> str:
     return f"{rows:.0f}" if exact else f"~{rows:.0f}"
 
 
-def _calls(config: Config, stage: StageConfig) -> float | None:
-    """Mean number of parts of the first questions, which is how often a good planner delegates to its one sub-agent."""
+def _calls(config: Config, stage: StageConfig) -> list[int] | None:
+    """Number of parts of the first questions, which is how often a good planner delegates to its one sub-agent."""
     tasks = settings("tasks", config.tasks_with(stage.tasks), f"stages.{stage.name}.tasks")
     if len(config.subagents) != 1 or not isinstance(tasks, WorldSettings):
         return None
     source = tasks.build(seed=config.seed)
     notes = (source.task(index).info["Annotator Metadata"] for index in range(_TASKS_LOOKED_AT))
-    return fmean(int(note["Number of steps"]) for note in notes)
+    return [int(note["Number of steps"]) for note in notes]
 
 
 def learners_table(config: Config) -> Table:
@@ -127,7 +133,7 @@ def learners_table(config: Config) -> Table:
 
 def reward_lines(config: Config) -> list[Line]:
     if config.reward is not None:
-        return [("R", f"by your function {config.reward}(rollout, grades)")]
+        return [("R", f"by your function {config.reward}(rollout, grades, weights, unknown)")]
     lines = []
     for name, agent in config.agents.items():
         terms = " + ".join(f"{weight:g} {term}" for term, weight in (agent.reward_weights or {}).items())
@@ -153,13 +159,14 @@ def comparison_lines(config: Config) -> list[Line]:
 
 
 def _compared(agent: AgentConfig, k: int, scale: str) -> str:
-    formula = "A = (R - mu) / sigma" if scale == "group" else "A = R - mu"
+    scaled = scale == "group"
+    formula = "A = (R - mu) / sigma" if scaled else "A = R - mu"
     if agent.role == "subagent":
         text = f"all its calls in the {k} attempts at one question, with each other; {_counts(agent)}."
-        return f"{text} {formula} with so weighted mu and population sigma (equation 13)."
-    if k == 1:
-        return "K = 1: nothing to compare an attempt with, so every advantage is 0 and it learns nothing."
-    return f"its {k} attempts at one question, with each other. {formula}, population sigma (equation 10)."
+        equation = "and population sigma (equation 13)" if scaled else "(equation 13 without sigma)"
+        return f"{text} {formula} with so weighted mu {equation}."
+    equation = ", population sigma (equation 10)" if scaled else " (equation 10 without sigma)"
+    return f"its {k} attempts at one question, with each other. {formula}{equation}."
 
 
 def _counts(agent: AgentConfig) -> str:
@@ -185,7 +192,8 @@ def loss_lines(config: Config) -> list[Line]:
         for (objective, coefficient), names in stages.items():
             lines += [(f"{name} in {', '.join(names)}", f"loss = - sum of c {objective}"), ("", coefficient)]
     legend = "r = pi / pi_old per token, pi_old is the policy that sampled it. Sums run over all sampled tokens of the"
-    return [*lines, ("", f"{legend} agent in the whole step, however it is split into micro-batches.")]
+    sums = "agent in the whole step, however it is split into micro-batches; a trajectory of unknown reward is in none."
+    return [*lines, ("", f"{legend} {sums}")]
 
 
 def _objective(stage: StageConfig, own: LearnerConfig) -> str:
@@ -262,14 +270,15 @@ def memory_table(config: Config) -> Table:
 
 def memory_lines(config: Config) -> list[Line]:
     sizes = model_sizes(config)
-    cache = ", ".join(f"{name} {size(8 * own.layers * own.kv_width)}" for name, own in sizes.items())
+    widths = {name: _engine_bytes(config.agents[name]) for name in sizes}
+    cache = [f"{name} {size(2 * widths[name] * own.layers * own.kv_width)}" for name, own in sizes.items()]
     layer = "6 hidden + 2 attention + 2 key-value + 4 intermediate widths"
     return [
         ("sum", f"{size(sum(m.total for m in memories(config).values()))} for all agents, if all run in one process"),
         ("P", "parameters. Learners compute in float32: weights 4 P, gradients 4 P bytes"),
         ("optimizer", "AdamW 8 P; Muon 4 bytes for each number of a layer's matrix and AdamW for the rest"),
         ("activations", f"of one micro-batch at most: 4 tokens (layers ({layer}) + 3 vocabulary) bytes"),
-        ("engine", f"its own copy in its dtype; its cache comes on top, in float32 per token of context: {cache}"),
+        ("engine", f"its own copy in its dtype; its cache comes on top, per token of context: {', '.join(cache)}"),
         ("disk", f"of one version, weights and optimizer; the newest {config.keep_versions} of each agent are kept"),
     ]
 

@@ -22,8 +22,9 @@ from mgrpo.report.metrics_log import MetricsLog, read_metrics
 from mgrpo.report.notation import fixed
 from mgrpo.report.summary import summary_of, write_summary
 from mgrpo.report.tree import rollout_text
-from mgrpo.types import Group
+from mgrpo.types import Failure, Group
 
+PATIENCE_S = 2.0  # what is over sooner is not shown while it runs
 _SAID = ("success", "sub_answer", "calls_per_rollout")  # of an evaluation, in one line; the log has all
 
 
@@ -46,6 +47,7 @@ class Reporter:
         self._display = Display(console or Console(), self._board, quiet, clock)
         self._bell = alarms.AlarmBell()
         self._history: dict[int, Mapping[str, Any]] = {}  # collected metrics of this stage by step, in order
+        self._retried = 0  # groups since the last step or evaluation was told
         self._ended = ""  # the last stage whose end was shown
         self._open = ExitStack()
 
@@ -85,19 +87,21 @@ class Reporter:
     def collected(self, step: int, groups: Sequence[Group], rewards: Rewards, seconds: float) -> None:
         """The groups of ``step`` with their rewards; ``seconds`` is what collecting them took."""
         metrics: dict[str, Any] = {"seconds": seconds, **rollout_metrics(groups, rewards)}
+        metrics["retried_groups"], self._retried = self._retried, 0
         metrics["tokens_per_second"] = metrics["sampled_tokens"] / seconds if seconds > 0 else None
         for later in [earlier for earlier in self._history if earlier >= step]:
             del self._history[later]  # of a process that got further before this one resumed
         self._history[step] = metrics
         self._board = self._board.collected(step, metrics)
         self._write("collect", step, metrics)
+        self._ring(step, "failed_rollouts", alarms.failed_rollouts(list(self._history.values())))
         if not self._board.demonstrations:
             self._watch(step)
         self._display.show(self._board)
 
-    def learned(self, step: int, agent: str, version: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """``agent`` took the groups of ``step`` and has ``version`` now; ``metrics`` are those of its update."""
-        values = {"agent": agent, "version": version, "seconds": seconds, **metrics}
+    def learned(self, step: int, agent: str, from_version: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """``agent`` took the groups of ``step`` while ``from_version`` was its newest; ``metrics`` are its update's."""
+        values = {"agent": agent, "from_version": from_version, "seconds": seconds, **metrics}
         self._board = self._board.learned(step, agent, values)
         self._write("learn", step, values)
         self._ring(step, f"skipped_steps/{agent}", alarms.skipped_steps(metrics, agent))
@@ -106,18 +110,23 @@ class Reporter:
     def evaluated(self, name: str, step: int, metrics: Mapping[str, float | None]) -> None:
         """Evaluation ``name`` ("before", "after", "dev") of the weights after ``step`` steps."""
         self._board = self._board.evaluated(name, metrics)
-        self._write("evaluate", step, {"name": name, **metrics})
+        self._write("evaluate", step, {"name": name, "retried_groups": self._retried, **metrics})
+        self._retried = 0
         self._display.show(self._board)
         said = "  ".join(f"{key} {fixed(metrics[key])}" for key in _SAID if key in metrics)
         self._display.print(f"evaluated {name}: {said}")
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Any other long work."""
-        self._board = self._board.worked(what, done, total, self._clock())
-        self._display.show(self._board)
+        """Rollouts that are over, ``done`` of ``total``, of what may take long."""
+        now = self._clock()
+        self._board = self._board.worked(what, done, total, now)
+        if self._board.work is not None and now - self._board.work.started >= PATIENCE_S:
+            self._display.show(self._board)
 
-    def message(self, text: str) -> None:
-        self._display.print(text)
+    def retried(self, groups: int, cause: Failure) -> None:
+        """So many groups were cut off by infrastructure and run again; ``cause`` is the first failure."""
+        self._retried += groups
+        self._display.print(f"warning: groups that were cut off and run again: {groups}; {cause}", style="bold yellow")
 
     def example(self, when: str, group: Group, rewards: Rewards) -> None:
         """One rollout of ``group`` as a tree, ``when`` being "before" or "after" training."""

@@ -57,6 +57,14 @@ def summary_of(records: Sequence[Mapping[str, Any]], config: Config, seconds: fl
     }
 
 
+def seconds_before(folder: Path) -> float | None:
+    """The time in the summary of a run that was finished before; None where there is none that can be read."""
+    try:
+        return float(json.loads((folder / FILE).read_text(encoding="utf-8"))["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _seconds_by_stage(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """From one record to the next; what ends in a stage's record was spent between stages or between two processes."""
     spent: dict[str, float] = {}

@@ -31,9 +31,13 @@ class TensorBoard(BaseModel, extra="forbid", frozen=True):
     type: Literal["tensorboard"] = "tensorboard"
     folder: Path | None = None
 
+    def check(self) -> Any:
+        """The package. Raises ConfigError when it is not installed."""
+        return _package("tensorboard")
+
     def build(self, folder: Path, config: Config) -> Tracker:
         """Raises ConfigError when tensorboard is not installed."""
-        _package("tensorboard", "tensorboard")
+        self.check()
         return _EventFile(self.folder or folder / "tensorboard")
 
 
@@ -44,9 +48,13 @@ class WandB(BaseModel, extra="forbid", frozen=True):
     project: str = "mgrpo"
     mode: Literal["offline", "online", "disabled"] = "offline"
 
+    def check(self) -> Any:
+        """The package. Raises ConfigError when it is not installed."""
+        return _package("wandb")
+
     def build(self, folder: Path, config: Config) -> Tracker:
         """Raises ConfigError when wandb is not installed."""
-        wandb = _package("wandb", "wandb")
+        wandb = self.check()
         run = wandb.init(
             project=self.project,
             name=config.name,
@@ -69,9 +77,13 @@ class Trackio(BaseModel, extra="forbid", frozen=True):
     project: str = "mgrpo"
     space_id: str | None = None
 
+    def check(self) -> Any:
+        """The package. Raises ConfigError when it is not installed."""
+        return _package("trackio")
+
     def build(self, folder: Path, config: Config) -> Tracker:
         """Raises ConfigError when trackio is not installed."""
-        trackio = _package("trackio", "trackio")
+        trackio = self.check()
         return _TrackioRun(
             trackio.init(
                 project=self.project,
@@ -127,8 +139,8 @@ class _TrackioRun:
         self._run.finish()
 
 
-def _package(module: str, extra: str) -> Any:
+def _package(name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"trackers: {extra} is not installed ({error}); run: pip install mgrpo[{extra}]") from error
+        raise ConfigError(f"trackers: {name} is not installed ({error}); run: pip install mgrpo[{name}]") from error

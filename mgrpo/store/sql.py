@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from sqlalchemy import Connection, Engine, Select, delete, func, insert, select
+from sqlalchemy import Connection, Engine, Select, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.dml import ReturningInsert
 
@@ -110,14 +110,6 @@ class SqlStore:
                 raise ValueError(f"{version.agent!r} cannot consume {_named(new.consumed)}: not all are committed")
             connection.execute(insert(publications), rows.publication_row(new, number + 1))
 
-    def rewind(self, agent: str, version: int) -> None:
-        mine = publications.c.agent == agent
-        with self._writing() as connection:
-            known = connection.execute(select(publications.c.version).where(mine).distinct()).scalars().all()
-            if version not in known:
-                raise ValueError(f"{agent!r} never published version {version}; versions in the store: {sorted(known)}")
-            connection.execute(delete(publications).where(mine, publications.c.version > version))
-
     # ------------------------------------------------------------ read
 
     def counts(self) -> Counts:
@@ -212,7 +204,7 @@ def _check_succession(before: Publication | None, new: Publication) -> None:
     if new.weights.version < before.weights.version:
         raise UserError(
             f"{agent!r} publishes version {new.weights.version} after version {before.weights.version}: "
-            f"another learner of {agent!r} is at work on this store; stop one of them, or rewind first"
+            f"another learner of {agent!r} is at work on this store; stop one of them"
         )
     if (new.weights.handle, new.weights.checksum) != (before.weights.handle, before.weights.checksum):
         raise ValueError(

@@ -117,7 +117,7 @@ def _grader(name: str) -> GradeTrajectory:
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, record) of every line that is not blank."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON text may hold other line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); give a UTF-8 JSONL file") from error
     for number, line in enumerate(lines, 1):

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mgrpo.worlds.schema import ANY_PHRASE, KINDS, NUMBER, SCHEMA, Kind, Value, attribute_of, phrase_of
+from mgrpo.worlds.schema import ANY_PHRASE, KINDS, NUMBER, RANGES, SCHEMA, Kind, Value, attribute_of, phrase_of
 from mgrpo.worlds.world import World
 
 Family = Literal["one_hop", "two_hop", "three_hop", "compare", "argmax", "list"]
@@ -144,7 +144,7 @@ def _gives_away(text: str, answer: str) -> bool:
 
 @dataclass(slots=True)
 class Solution:
-    """``answer`` is None where a fact is missing or a tie leaves more than one answer."""
+    """``answer`` is None where a fact is missing, no number to compare, or tied with another."""
 
     answer: str | None = None
     steps: list[tuple[str, str]] = field(default_factory=list)
@@ -180,6 +180,8 @@ def _follow(world: World, plan: Plan, solution: Solution) -> str | None:
     values = {name: text_of(solution.look_up(world, plan.path[-1], name)) for name in names}
     if plan.op == "list":
         return ", ".join(sorted(values.values()))
+    if plan.path[-1] not in RANGES:
+        return None
     ranked = sorted(((int(value), name) for name, value in values.items()), reverse=True)
     if len(ranked) > 1 and ranked[0][0] == ranked[1][0]:
         return None

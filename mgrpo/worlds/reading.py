@@ -13,7 +13,7 @@ _PROSE_HIT = re.compile(r"^\d+\. \[(.+?)\]\((\S+)\)", re.MULTILINE)
 _PROSE_FACT = re.compile(rf"\b(?:The|Its) ({ANY_PHRASE})(?: of \w+)? (?:is|are) ([^.\n]+)\.")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 # Where a compact answer ends and what it rests on begins.
-_SUPPORT = re.compile(r"\s*(?:<source>|<evidence>|\bfrom (?:p\d+\b|https?://)).*", re.DOTALL)
+_SUPPORT = re.compile(r"\s*(?:<source>|<evidence>|\s:\s|\bfrom (?:p\d+\b|https?://)).*", re.DOTALL)
 
 
 def hits_of(content: str) -> list[tuple[str, str]]:

@@ -325,24 +325,6 @@ def test_a_run_goes_on_after_what_was_trained_not_after_what_was_collected(opene
     again.close()
 
 
-def test_rewind_forgets_later_weights_and_what_they_consumed(store: Store) -> None:
-    commit(store, *range(8))
-    for agent in ("planner", "searcher"):
-        for version in range(4):
-            store.publish(weights(version, agent), range(2 * version - 2, 2 * version) if version else ())
-    store.rewind("planner", 1)
-    assert store.trained("planner") == 2 and store.latest("planner") == weights(1)
-    assert store.trained("searcher") == 6 and store.committed() == 8
-    store.publish(replace(weights(2), checksum="sha256:again"), range(2, 4))
-    assert [p.consumed.stop for p in store.publications("planner")] == [0, 2, 4]
-
-
-def test_rewind_to_an_unknown_version_is_refused(store: Store) -> None:
-    store.publish(weights(0), ())
-    with pytest.raises(ValueError, match=r"never published version 3; versions in the store: \[0\]"):
-        store.rewind("planner", 3)
-
-
 # ---------------------------------------------------------------- read
 
 

@@ -52,6 +52,8 @@ def run(
     folder = tmp_path_factory.mktemp(mode) / "run"
     agents = {name: agent | {"model": warmed[name]} for name, agent in table()["agents"].items()}
     agents["searcher"] |= {"align": mode, "trajectories_per_rollout": D}
+    if mode == "none":
+        del agents["searcher"]["trajectories_per_rollout"]
     evaluation = {"questions": 1, "tasks": {"split": "test"}, "examples": 0}
     recipe = table(agents=agents, stages=[STAGE], reward="tiny_recipe:token_reward", evaluation=evaluation)
     config = resolve(recipe)

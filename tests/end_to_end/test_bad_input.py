@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import COMMAND, ENVIRONMENT, SMOKE, contents, mgrpo, refused, smoke_run
+from tiny_models import tiny_model
 
 from mgrpo.config import load
+from mgrpo.run import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +66,16 @@ MISTAKES = {
     "import path": ("tools.search.type=no_such:Thing", "tools.search.type: cannot import 'no_such:Thing'"),
     "import name": ("reward=json:dumpz", "reward: json holds no 'dumpz' (did you mean 'dump'?)"),
     "not a part": ("tools.search={type='json:JSONDecoder'}", "gives no tool: it lacks name, description, parameters"),
+    "no such device": (
+        "agents.planner.engine={type='local', device='gpu0'}",
+        "agents.planner.engine: device: torch cannot compute on 'gpu0'",
+    ),
+    "no real device": (
+        "agents.planner.engine={type='local', device='meta'}",
+        "agents.planner.engine: device: torch cannot compute on 'meta'",
+    ),
+    "questions trained on": ("evaluation.tasks={split='train'}", "evaluation.tasks: stage 0 trains on these questions"),
+    "inert: no comparison": ("stages.1.num_generations=1", "stages.1.num_generations: one rollout has none to be"),
     "model folder": ("agents.planner.model=models/none", "agents.planner.model: no folder 'models/none'"),
     "prompt file": ("agents.planner.prompt=none.md", "agents.planner.prompt: none.md: No such file"),
     "no such place": ("stages.9.steps=1", "--set stages.9.steps: there is no such place in the recipe"),
@@ -139,6 +152,29 @@ def test_a_model_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "remove"])
+def test_a_model_folder_with_damaged_weights(damage: str, tmp_path: Path) -> None:
+    shutil.copytree(smoke_run() / "models" / "planner", "model")
+    DAMAGES[damage](Path("model/model.safetensors"))
+    assert "model folder model: " in refused("train", SMOKE, "--set", "agents.planner.model=model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_that_the_engine_cannot_decode(tmp_path: Path) -> None:
+    shutil.copytree(smoke_run() / "models" / "planner", "model")
+    tiny_model("bloom").save_pretrained("model")  # derives positions from the attention mask
+    line = refused("train", SMOKE, "--set", "agents.planner.model=model")
+    assert "agents.planner.engine: " in line and "cannot decode this model (bloom)" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    line = refused("train", SMOKE, "--set", "trackers=[{type='tensorboard'}]")
+    assert "trackers: tensorboard is not installed" in line and "pip install" in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_folder_whose_vocabulary_lacks_the_formats_tokens(tmp_path: Path) -> None:
     assert mgrpo("export", smoke_run(), "planner", "model").code == 0
     text = Path("model/tokenizer.json").read_text()
@@ -160,11 +196,27 @@ def test_a_model_folder_whose_vocabulary_lacks_the_formats_tokens(tmp_path: Path
 )
 def test_a_bad_data_file(text: str, says: str, tmp_path: Path) -> None:
     Path("tasks.jsonl").write_text(text)
-    tables = {"tasks": "{type='jsonl', path='tasks.jsonl'}"}
-    tables |= dict.fromkeys(("evaluation.tasks", "evaluation.dev_tasks"), "{path='tasks.jsonl'}")
+    tables = {"stages": "[{name='rl', steps=2, groups_per_step=1}]", "evaluation.every": "0"}
+    tables |= {"tasks": "{type='jsonl', path='tasks.jsonl', corpus='pages.jsonl'}", "evaluation.dev_tasks": "{}"}
+    tables |= {"evaluation.tasks": "{path='test.jsonl'}"}
     line = refused("train", SMOKE, *(a for key, table in tables.items() for a in ("--set", f"{key}={table}")))
     assert says in line
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
+
+
+def test_tasks_without_a_teacher_cannot_demonstrate(tmp_path: Path) -> None:
+    Path("tasks.jsonl").write_text('{"question": "Q ?", "answer": "A"}')
+    Path("pages.jsonl").write_text('{"url": "p1", "title": "T", "text": "A"}')
+    tasks = "stages.0.tasks={type='jsonl', path='tasks.jsonl', corpus='pages.jsonl'}"
+    assert "stages.0.collect: jsonl tasks have no scripted teacher" in refused("train", SMOKE, "--set", tasks)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    changes = ("agents.searcher.trainable=false", "agents.searcher.engine={type='scripted', path='none.json'}")
+    line = refused("train", SMOKE, *(part for change in changes for part in ("--set", change)))
+    assert "agents.searcher.engine: scripted replies none.json: " in line
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- the run folder
@@ -180,6 +232,21 @@ def run(tmp_path: Path) -> Path:
 def test_a_used_folder_is_left_alone(run: Path) -> None:
     before = contents(run)
     assert "holds a run already; add --resume to go on" in refused("train", SMOKE, "--run", run)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "notes.txt/run"])
+def test_a_file_is_no_run_folder(place: str, tmp_path: Path) -> None:
+    Path("notes.txt").write_text("mine")
+    assert f"{place}: cannot be a run folder (Not a directory)" in refused("train", SMOKE, "--run", place)
+    assert list(contents(tmp_path)) == ["notes.txt"]
+
+
+def test_a_run_in_use_is_left_alone(run: Path) -> None:
+    before = contents(run)
+    held = RunFolder(run).begin(load(run / "config.toml"), resume=True)
+    assert "the run is in use by another process" in refused("train", run, "--resume")
+    held.close()
     assert contents(run) == before
 
 

@@ -112,6 +112,16 @@ def test_rollouts_are_sampled_with_the_newest_weights(store: Store) -> None:
                 assert {turn.version for turn in trajectory.turns} == {expected}
 
 
+def test_updates_name_the_weights_that_they_start_from(finished: tuple[Path, dict[str, Any]], store: Store) -> None:
+    """One version in all steps of a window: what they make of it is published when the window ends."""
+    learned = {(r["agent"], r["step"]): r for r in read_metrics(finished[0]) if r["kind"] == "learn"}
+    for agent in ("planner", "searcher"):
+        before = _served(store.publications(agent))
+        for window in windows(CONFIG):
+            for step, _, _ in window.steps:
+                assert learned[agent, step]["from_version"] == before[window.first_group]
+
+
 def _served(publications: list[Publication]) -> dict[int, int]:
     """First group of a window -> version that was newest when it was collected."""
     return {p.consumed.stop: p.weights.version for p in publications}

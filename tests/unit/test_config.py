@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from mgrpo.config import Config, dump, load, resolve
+from mgrpo.config import Config, dump, load, resolve, settled
 from mgrpo.config.load import apply_override
 from mgrpo.config.registry import Factory, load_object, settings
 from mgrpo.config.vocabulary import closed_vocabulary
@@ -48,11 +49,17 @@ def test_the_preset_is_the_papers_set_up() -> None:
 
 def test_the_recipes_own_words_win_over_the_preset() -> None:
     table = recipe()
-    table["agents"]["helper"] |= {"align": "none", "trajectories_per_rollout": 3}
-    assert (resolve(table).agents["helper"].align, resolve(table).agents["helper"].trajectories_per_rollout) == (
-        "none",
-        3,
-    )
+    table["agents"]["helper"] |= {"align": "resample", "trajectories_per_rollout": 3}
+    helper = resolve(table).agents["helper"]
+    assert (helper.align, helper.trajectories_per_rollout) == ("resample", 3)
+
+
+def test_without_alignment_there_is_no_target_of_it() -> None:
+    table = recipe()
+    table["agents"]["helper"]["align"] = "none"
+    config = resolve(table)
+    assert config.agents["helper"].trajectories_per_rollout is None
+    assert resolve(tomllib.loads(dump(config))) == config
 
 
 def test_the_later_learner_table_wins() -> None:
@@ -90,10 +97,10 @@ def test_a_dump_reads_back_to_the_same_config(tmp_path: Path) -> None:
 
 def test_overrides_reach_tables_lists_and_new_keys(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(dump(resolve(recipe())))
-    changes = ["stages.0.steps=7", "learner.learning_rate=1e-4", "agents.helper.align=none", 'tasks.split="dev"']
+    changes = ["stages.0.steps=7", "learner.learning_rate=1e-4", "agents.helper.align=resample", 'tasks.split="dev"']
     config = load(tmp_path / "a.toml", [*changes, "threads=2"])
     assert (config.stages[0].steps, config.learner.learning_rate, config.threads) == (7, 1e-4, 2)
-    assert (config.agents["helper"].align, config.tasks["split"]) == ("none", "dev")
+    assert (config.agents["helper"].align, config.tasks["split"]) == ("resample", "dev")
 
 
 @given(
@@ -199,6 +206,35 @@ def test_a_bug_in_a_users_module_keeps_its_traceback(tmp_path: Path, monkeypatch
         ({"agents.helper.engine": {"type": "scripted", "path": "x"}}, "helper.engine: a script cannot learn"),
         ({"evaluation.every": 5}, "evaluation.dev_tasks: missing"),
         ({"agents.planner.trainable": False, "agents.helper.trainable": False}, "stages.0: no agent learns in it"),
+        ({"stages.0.name": ""}, "stages.0.name: must have at least 1 character"),
+        ({"stages.0.num_generations": 1}, "stages.0.num_generations: one rollout has none to be compared with"),
+        ({"agents.planner.num_generations": 1}, "stages.0.num_generations: one rollout"),
+        (
+            {"agents.helper.align": "none", "agents.helper.trajectories_per_rollout": 3},
+            "rollout: has no effect with al",
+        ),
+        ({"learner": {"min_lr_ratio": 0.1}}, "^learner.min_lr_ratio: has no effect with lr_scheduler = 'constant'"),
+        ({"stages.0.learner": {"min_lr_ratio": 0.1}}, "^stages.0.learner.min_lr_ratio: has no effect"),
+        ({"agents.helper.learner": {"min_lr_ratio": 0.1}}, "^agents.helper.learner.min_lr_ratio: has no effect"),
+        (
+            {"evaluation.tasks": {"countries": 9}},
+            "evaluation.tasks: stage 0 trains on these questions .split = 'train'",
+        ),
+        ({"evaluation.dev_tasks": {"split": "train"}}, "evaluation.dev_tasks: stage 0 trains on these questions"),
+        (
+            {"tasks": {"type": "jsonl", "path": "a"}, "evaluation.tasks": {"path": "b"}},
+            "^tasks.corpus: missing; tool 'search' reads pages",
+        ),
+        ({"stages.0.tasks": {"type": "jsonl", "path": "a"}}, "^stages.0.tasks.corpus: missing; tool 'search'"),
+        ({"evaluation.tasks": {"type": "jsonl", "path": "a"}}, "^evaluation.tasks.corpus: missing; tool 'search'"),
+        (
+            {"tasks": {"type": "jsonl", "path": "x/../a", "corpus": "c"}, "evaluation.tasks": {"path": "a"}},
+            "evaluation.tasks: stage 0 trains on these questions .path = 'a'",
+        ),
+        (
+            {"stages.0.train": ["planner"], "agents.helper.learner": {"weight_decay": 0.1}},
+            "agents.helper.learner: has no effect",
+        ),
     ],
 )
 def test_combinations_without_effect_are_refused(changes: dict[str, Any], says: str) -> None:
@@ -207,10 +243,79 @@ def test_combinations_without_effect_are_refused(changes: dict[str, Any], says: 
         *parents, last = path.split(".")
         place = table
         for part in parents:
-            place = place[part]
+            place = place[int(part) if isinstance(place, list) else part]
         place[last] = value
     with pytest.raises(ConfigError, match=says):
         resolve(table)
+
+
+TAUGHT = {"name": "taught", "steps": 1, "groups_per_step": 1, "collect": "teacher"}
+READS = {"search": {"type": "search"}, "visit": {"type": "visit"}}
+
+
+def taught(**changes: Any) -> dict[str, Any]:
+    """A recipe whose first stage is the teacher's and fits it."""
+    table = recipe(tools=READS, **changes)
+    table["agents"]["helper"]["tools"] = ["search", "visit"]
+    table["stages"].insert(0, TAUGHT)
+    return table
+
+
+def test_a_teacher_needs_agents_that_can_do_what_it_does() -> None:
+    resolve(taught())
+    table = taught()
+    table["agents"]["helper"]["tools"] = ["search"]
+    table["agents"]["planner"]["tools"].append("visit")
+    with pytest.raises(ConfigError, match="helper.tools: the teacher of stage 'taught' acts for it and calls visit;"):
+        resolve(table)
+    table = taught()
+    table["agents"]["middle"] = table["agents"]["helper"] | {"tools": ["helper"]}
+    table["agents"]["planner"]["tools"] = ["middle"]
+    with pytest.raises(ConfigError, match="middle.tools: the teacher of stage 'taught' acts for it and calls search"):
+        resolve(table)
+
+
+def test_a_teacher_needs_lists_of_hits_that_it_can_read() -> None:
+    world = {"type": "world", "names": "syllables", "style": "prose"}
+    with pytest.raises(ConfigError, match="tools.search.style: the teacher of stage 'taught' cannot read 'compact'"):
+        resolve(taught(tasks=world))
+    prose = taught(tasks=world)
+    prose["tools"] = {"search": {"type": "search", "style": "prose"}, "visit": {"type": "visit"}}
+    resolve(prose)
+    resolve(recipe(tasks=world))  # models learn to read them
+
+
+def test_settings_that_work_in_some_stage_are_not_inert() -> None:
+    falling = {"name": "fall", "steps": 1, "groups_per_step": 1, "learner": {"lr_scheduler": "linear"}}
+    table = recipe(learner={"min_lr_ratio": 0.1})
+    table["stages"].append(falling)
+    resolve(table)
+    table = taught()
+    table["agents"]["helper"]["learner"] = {"clip_ratio_low": 0.1}
+    resolve(table)
+    table["stages"][1]["train"] = ["planner"]
+    with pytest.raises(ConfigError, match="^agents.helper.learner.clip_ratio_low: has no effect with policy_loss"):
+        resolve(table)
+
+
+# ---------------------------------------------------------------- what a run keeps
+
+
+def test_a_run_keeps_absolute_paths_and_a_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tasks = {"type": "jsonl", "path": "a.jsonl", "corpus": "pages.jsonl"}
+    table = recipe(tasks=tasks, evaluation={"tasks": {"path": "b.jsonl"}})
+    table["agents"]["helper"] |= {"model": "models/helper", "trainable": False}
+    table["agents"]["helper"]["engine"] = {"type": "scripted", "path": "replies.json"}
+    table["stages"][0]["tasks"] = {"path": "c.jsonl"}
+    kept = settled(resolve(table), threads=3)
+    assert kept.threads == 3 and settled(kept, threads=4) == kept
+    assert kept.tasks == tasks | {"path": f"{tmp_path}/a.jsonl", "corpus": f"{tmp_path}/pages.jsonl"}
+    assert kept.evaluation.tasks == {"path": f"{tmp_path}/b.jsonl"}
+    assert kept.stages[0].tasks == {"path": f"{tmp_path}/c.jsonl"}
+    assert kept.agents["helper"].model == f"{tmp_path}/models/helper"
+    assert kept.agents["helper"].engine == {"type": "scripted", "path": f"{tmp_path}/replies.json"}
+    assert settled(resolve(recipe(threads=2)), threads=3).threads == 2
 
 
 def test_the_closed_vocabulary_has_the_words_of_agents_tools_and_prompts() -> None:

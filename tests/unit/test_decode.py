@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,7 +75,7 @@ def test_shared_and_own_key_value_heads(heads: int) -> None:
 )
 def test_models_that_it_would_decode_wrongly_are_refused(kind: str, options: dict[str, Any], said: str) -> None:
     model = tiny_model(kind, **options)
-    with pytest.raises(ConfigError, match=f"engine type 'local' .*{said}.* serve it with vLLM"):
+    with pytest.raises(ConfigError, match=f"^engine type 'local' .*{said}.*; choose a model with"):
         check_decoding(Decoder(model))
 
 
@@ -134,12 +135,24 @@ def test_release_and_load_drop_what_was_cached(tmp_path: Path) -> None:
         assert_plain(new, request, completion)
 
 
-def test_requests_beyond_max_batch_are_decoded_in_chunks() -> None:
-    model = tiny_model()
-    requests = ragged()
-    whole = asyncio.run(Local(Decoder(model)).generate(requests))
-    chunked = asyncio.run(Local(Decoder(model), max_batch=3).generate(requests))
-    assert [c.token_ids for c in whole] == [c.token_ids for c in chunked]
+def test_a_call_that_nobody_waits_for_ends_at_its_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, steps, real = Decoder(tiny_model()), [], Decoder._step
+
+    def slow(self: Decoder, *given: Any) -> torch.Tensor:
+        steps.append(1)
+        time.sleep(0.02)
+        return real(self, *given)
+
+    monkeypatch.setattr(Decoder, "_step", slow)
+    engine = Local(decoder)
+
+    async def impatient() -> list[Completion]:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await engine.generate([ask(0, range(2, 8), max_tokens=200, stop=63)])
+        return await engine.generate([ask(1, range(2, 8), max_tokens=2, stop=63)])
+
+    assert len(asyncio.run(impatient())) == 1 and len(steps) < 50
 
 
 def test_a_call_that_ran_out_of_time_does_not_disturb_the_next() -> None:

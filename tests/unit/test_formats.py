@@ -172,7 +172,8 @@ def test_arguments_are_parsed_and_never_evaluated(tmp_path: Path) -> None:  # R-
 
 def test_findings_and_complaints_are_plain_text() -> None:
     findings = Findings("Merova", "a page", ("p12", "p7"))
-    assert COMPACT.findings(findings) == "Merova from p12 from p7"
+    assert COMPACT.findings(findings) == "Merova : a page from p12 from p7"
+    assert COMPACT.findings(Findings("Merova", sources=("p12",))) == "Merova from p12"
     assert json.loads(HERMES.findings(findings)) == {
         "answer": "Merova",
         "evidence": "a page",

@@ -94,6 +94,15 @@ def test_a_corpus_is_read_and_checked(tmp_path):
             Settings(path=tasks, corpus=write(tmp_path / "c.jsonl", *lines)).build()
 
 
+def test_other_line_ends_inside_of_texts_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "t.jsonl"
+    questions = ["one\u2028two", "one\u0085two", "one\x0ctwo"]
+    lines = [json.dumps({"question": text, "answer": "a"}, ensure_ascii=False) for text in questions]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    source = Settings(path=path).build()
+    assert [source.task(i).question for i in range(len(source))] == questions
+
+
 def test_graders(tmp_path):
     path = write(tmp_path / "t.jsonl", {"question": "q", "answer": "1000"})
     gaia, exact = (Settings(path=path, grader=name).build() for name in ("gaia", "exact"))

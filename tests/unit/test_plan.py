@@ -13,15 +13,18 @@ from report_samples import config_of
 from mgrpo.config import Config, TinyModel, load
 from mgrpo.errors import ConfigError, DataError
 from mgrpo.report.model_size import folder_size, memory, tiny_size, version_bytes
+from mgrpo.report.notation import size
 from mgrpo.report.plan import (
     comparison_lines,
     expected_rows,
     loss_lines,
     memories,
+    memory_lines,
     model_sizes,
     plan_text,
     reward_lines,
 )
+from mgrpo.tasks.world import Settings as WorldSettings
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -32,7 +35,9 @@ def agent(role: str = "subagent", **options: Any) -> dict[str, Any]:
 
 def team(searcher: dict[str, Any] | None = None, **changes: Any) -> Config:
     planner = agent("planner", tools=["searcher"])
-    return config_of(agents={"planner": planner, "searcher": agent(tools=["search"]) | (searcher or {})}, **changes)
+    return config_of(
+        agents={"planner": planner, "searcher": agent(tools=["search", "visit"]) | (searcher or {})}, **changes
+    )
 
 
 def meaning(lines: list[tuple[str, str]], term: str) -> str:
@@ -173,10 +178,11 @@ class Wordless:
 
 
 def test_a_tiny_model_needs_a_closed_vocabulary() -> None:
+    prose = {"search": {"type": "search", "style": "prose"}, "visit": {"type": "visit"}}
     with pytest.raises(ConfigError, match=r"tasks.type: .*no closed vocabulary"):
         plan_text(config_of(tasks={"type": f"{__name__}:Wordless"}))
     with pytest.raises(ConfigError, match="closed vocabulary only with"):
-        plan_text(config_of(tasks={"type": "world", "names": "syllables"}))
+        plan_text(config_of(tasks={"type": "world", "names": "syllables"}, tools=prose))
 
 
 def test_frozen_agents_only_take_their_engine() -> None:
@@ -197,10 +203,32 @@ def test_expected_rows() -> None:
     assert expected_rows(config, rl, "planner") == 128 and expected_rows(config, warmup, "planner") == 4
     rows = expected_rows(config, rl, "searcher")
     assert rows is not None and 128 < rows < 128 * 6  # one to six parts a question
-    resampled = team({"align": "resample", "trajectories_per_rollout": 4})
-    assert expected_rows(resampled, rl, "searcher") == 128 * 4
-    assert expected_rows(resampled, warmup, "searcher") == expected_rows(config, warmup, "searcher")
     assert expected_rows(team({"trainable": False}), rl, "searcher") == 0
+
+
+@pytest.mark.parametrize("d", [1, 2, 8])
+def test_duplicates_are_weights_and_no_rows(d: int) -> None:
+    config = team()
+    warmup, rl = config.stages
+    source = WorldSettings().build(seed=config.seed)
+    calls = [int(source.task(i).info["Annotator Metadata"]["Number of steps"]) for i in range(64)]
+    resampled = team({"align": "resample", "trajectories_per_rollout": d})
+    assert expected_rows(resampled, rl, "searcher") == 128 * sum(min(made, d) for made in calls) / 64
+    assert expected_rows(resampled, warmup, "searcher") == expected_rows(config, warmup, "searcher")
+    if d == 8:
+        assert expected_rows(resampled, rl, "searcher") == expected_rows(config, rl, "searcher")
+
+
+def test_rows_of_a_step_are_those_that_alignment_leaves() -> None:
+    from report_samples import group_of, rewarded, rollout
+
+    from mgrpo.algorithm.alignment import align
+    from mgrpo.types import Sample
+
+    group = group_of(*(rollout(index, index) for index in range(6)))
+    worth = rewarded(group)
+    searchers = [Sample(t, worth[t.id]) for member in group.rollouts for t in member.trajectories[1:]]
+    assert len(align(searchers, "resample", 3, seed=0, step=0)) == sum(min(made, 3) for made in range(6))
 
 
 def test_rewards_with_the_recipe_s_numbers() -> None:
@@ -209,7 +237,7 @@ def test_rewards_with_the_recipe_s_numbers() -> None:
     assert meaning(lines, "R(searcher)").startswith("0.2 format + 0.3 correct_main + 0.5 expert if")
     excluding = reward_lines(config_of(rollout={"unknown_reward": "exclude"}))
     assert "it excludes the trajectory" in meaning(excluding, "terms")
-    assert "my.module:f" in reward_lines(config_of(reward="my.module:f"))[0][1]
+    assert "my.module:f(rollout, grades, weights, unknown)" in reward_lines(config_of(reward="my.module:f"))[0][1]
 
 
 def test_comparisons_in_words() -> None:
@@ -221,12 +249,21 @@ def test_comparisons_in_words() -> None:
     assert "every call counts 1" in meaning(comparison_lines(team({"align": "none"})), "searcher")
     assert meaning(comparison_lines(team({"trainable": False})), "searcher").startswith("nobody")
     plain = comparison_lines(team(learner={"scale_rewards": "none"}))
-    assert "A = R - mu" in meaning(plain, "planner") and "sigma" not in meaning(plain, "planner").split("A = ")[1][:12]
+    assert "A = R - mu" in meaning(plain, "planner") and "/ sigma" not in str(plain) and "population" not in str(plain)
 
 
-def test_a_group_of_one_is_called_what_it_is() -> None:
-    alone = team(stages=[{"name": "rl", "steps": 1, "groups_per_step": 4, "num_generations": 1}])
-    assert "learns nothing" in meaning(comparison_lines(alone), "planner")
+def test_the_cache_has_the_engines_dtype() -> None:
+    halves = team({"engine": {"type": "local", "dtype": "bfloat16"}})
+    own = model_sizes(halves)["searcher"]
+    per_token = meaning(memory_lines(halves), "engine")
+    assert f"searcher {size(2 * 2 * own.layers * own.kv_width)}" in per_token
+    assert f"planner {size(2 * 4 * own.layers * own.kv_width)}" in per_token
+
+
+def test_an_agent_that_is_not_aligned_has_no_d() -> None:
+    assert "d = 8, align weight" in plan_text(team())
+    unaligned = plan_text(team({"align": "none"}))
+    assert "align none" in unaligned and "d = " not in unaligned
 
 
 def test_losses_and_their_denominators() -> None:

@@ -11,8 +11,8 @@ from tiny_models import plain_logprobs, tiny_model
 from tiny_rows import batches, random_rows
 from torch import Tensor
 
-from mgrpo.algorithm.loss import TokenSums, policy_loss, sft_loss
-from mgrpo.algorithm.packing import Batch
+from mgrpo.algorithm.loss import TokenSums, policy_loss, sft_loss, token_coefficients
+from mgrpo.algorithm.packing import Batch, pack
 from mgrpo.errors import NonFiniteGradients
 from mgrpo.policy.update import LossFunction, Policy, Schedule
 
@@ -113,7 +113,18 @@ def test_no_batches_move_nothing() -> None:
     metrics = policy.update([], LOSS, 0)
     assert_equal(frozen_state(policy), before)
     assert (metrics["tokens"], metrics["grad_norm"], metrics["skipped_steps"]) == (0.0, 0.0, 0.0)
-    assert "clip_fraction" not in metrics  # unknown is not zero
+    assert metrics.keys().isdisjoint({"loss", "entropy", "clip_fraction", "approx_kl"})  # unknown is not zero
+
+
+def test_means_are_over_the_rows_that_were_trained_on() -> None:
+    """Rows of a tied group never reach the model, and the metrics are those of the others alone."""
+    tied, other = random_rows(2)
+    both = pack([tied, other], [0.0, 1.0], token_coefficients([tied, other]), 999, 0, drop_zero=True)
+    alone = pack([other], [1.0], token_coefficients([other]), 999, 0)
+    one, two = policy_with().update(both, LOSS, 0), policy_with().update(alone, LOSS, 0)
+    assert one["tokens"] == other.loss_mask.count(True)
+    for name in ("tokens", "entropy", "approx_kl", "logprob_abs_diff", "clip_fraction", "ratio_max"):
+        assert one[name] == two[name]
 
 
 # ---------------------------------------------------------------- gradients that are none

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mgrpo.report.alarms import Alarm, AlarmBell, Metrics, invalid_format, lazy_planner, skipped_steps
+from mgrpo.report.alarms import Alarm, AlarmBell, Metrics, failed_rollouts, invalid_format, lazy_planner, skipped_steps
 
 
 def steps(zero: Sequence[float], calls: Sequence[float]) -> list[Metrics]:
@@ -57,6 +57,14 @@ def test_invalid_format_rings_when_it_rises_not_when_it_falls() -> None:
     alarm = invalid_format(history, "planner")
     assert alarm is not None and "77% of planner's trajectories" in alarm.message and "10% at its best" in alarm.message
     assert invalid_format(history, "searcher") is None
+
+
+def test_failing_infrastructure_rings() -> None:
+    history = [{"rollouts": 16, "failed_rollouts": failed} for failed in (0, 1, 1, 0, 8, 16)]
+    assert [failed_rollouts(history[:end]) is not None for end in range(7)] == [False] * 5 + [True] * 2
+    alarm = failed_rollouts(history)
+    assert alarm is not None and alarm.message.startswith("50% of rollouts fail by infrastructure")
+    assert failed_rollouts([{"rollouts": 0, "failed_rollouts": 0}]) is None
 
 
 def test_skipped_steps_ring() -> None:

@@ -66,11 +66,27 @@ def test_evaluations_stand_at_their_steps(tmp_path: Path) -> None:
 def test_shares_of_the_gradient(tmp_path: Path) -> None:
     write_run(tmp_path)
     log = MetricsLog(tmp_path)
-    log.write("learn", 25, "rl", {"agent": "planner", "grad_norm": float("nan")})  # so the searcher is alone in it
+    log.write(
+        "learn", 25, "rl", {"agent": "planner", "grad_norm": float("nan")}
+    )  # unknown, and so is the searcher's share
     log.close()
     shares = read_curves(read_metrics(tmp_path)).gradient_shares
     assert {value for _, value in shares["planner"][1]} == {0.75} and len(shares["planner"][1]) == 29
     assert len(shares["searcher"][0]) == 20 and len(shares["searcher"][1]) == 29
+
+
+def test_an_agent_that_got_nothing_to_learn_from_has_no_share(tmp_path: Path) -> None:
+    """A planner that stops delegating: its searcher has no rows, later rows that all tie; neither is a gap."""
+    log = MetricsLog(tmp_path)
+    log.write("stage", 0, "rl", {"name": "rl", "steps": 4, "total_steps": 4, "demonstrations": False})
+    for step, searcher in enumerate(({"grad_norm": 0.3}, {}, {"rows": 4.0})):
+        log.write("learn", step, "rl", {"agent": "planner", "grad_norm": 0.9})
+        log.write("learn", step, "rl", {"agent": "searcher", **searcher})
+    log.write("learn", 3, "rl", {"agent": "planner", "grad_norm": 0.9})  # the searcher's step is not done yet
+    log.close()
+    shares = read_curves(read_metrics(tmp_path)).gradient_shares
+    assert [value for _, value in shares["planner"][0]] == pytest.approx([0.75, 1.0, 1.0])
+    assert [value for _, value in shares["searcher"][0]] == pytest.approx([0.25, 0.0, 0.0])
 
 
 def test_unknown_values_are_gaps(tmp_path: Path) -> None:

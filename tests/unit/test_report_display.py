@@ -34,7 +34,7 @@ class Clock:
 def board_at(step: int, team: dict[str, float] = TEAM) -> Board:
     """Stage "rl" of 80 steps from step 100 on, started at second 50; events of ``step`` only."""
     board = Board("demo [bold]", 0.0).staged("rl", 80, 100, 180, False, 50.0)
-    return board.collected(step, team).learned(step, "planner", {"version": 12, "entropy": 0.5, "loss": 0.1})
+    return board.collected(step, team).learned(step, "planner", {"from_version": 12, "entropy": 0.5, "loss": 0.1})
 
 
 def shown(board: Board, width: int = 80, now: float = 60.0, **options: bool) -> str:
@@ -46,7 +46,7 @@ def shown(board: Board, width: int = 80, now: float = 60.0, **options: bool) -> 
 def test_time_left_is_the_stage_s_average_pace() -> None:
     board = board_at(100)
     for step in range(101, 120):
-        board = board.learned(step, "planner", {"version": step})
+        board = board.learned(step, "planner", {"from_version": step})
     assert board.done == 20 and board.seconds_left(70.0) == pytest.approx(60.0)
     assert Board("x", 0.0).staged("rl", 80, 0, 80, False, 0.0).seconds_left(5.0) is None
 
@@ -60,9 +60,9 @@ def test_a_resumed_stage_does_not_count_earlier_steps_as_fast_ones() -> None:
 def test_a_new_stage_starts_clean_but_keeps_versions_alarms_and_evaluations() -> None:
     board = board_at(120).evaluated("before", {"success": 0.07}).alarmed(Alarm("a", "trouble"))
     board = board.staged("next", 10, 180, 190, True, 99.0)
-    assert not board.team and board.done == 0 and board.agents == {"planner": {"version": 12}}
+    assert not board.team and board.done == 0 and board.agents == {"planner": {"from_version": 12}}
     assert board.evaluations == {"before": 0.07} and board.alarms
-    assert board.learned(180, "planner", {"version": 13}).done_before == 0
+    assert board.learned(180, "planner", {"from_version": 13}).done_before == 0
 
 
 def test_the_panel_fits_a_small_terminal_and_shows_what_matters() -> None:

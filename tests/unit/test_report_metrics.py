@@ -50,7 +50,7 @@ def test_a_failed_rollout_counts_as_failure_and_unknown_only() -> None:
     group = group_of(rollout(0, 2), failed(1))
     metrics = rollout_metrics([group], rewarded(group))
     assert metrics["success"] == 1.0 and metrics["calls_per_rollout"] == 2.0 and metrics["zero_call_fraction"] == 0.0
-    assert metrics["rollouts"] == 2 and metrics["unknown_fraction"] == 0.25
+    assert metrics["rollouts"] == 2 and metrics["unknown_fraction"] == 0.25 and metrics["failed_rollouts"] == 1
     assert metrics["failures/EngineTimeout"] == 1 and metrics["endings/failure"] == 1
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_samples import config_of, group_of, rewarded, rollout
+from report_samples import config_of, failed, group_of, rewarded, rollout
 from rich.console import Console
 
 from mgrpo.config import Config
 from mgrpo.report.metrics_log import Record, read_metrics
 from mgrpo.report.reporter import Reporter
-from mgrpo.types import Group
+from mgrpo.types import Failure, Group
 
 
 class Recorder:
@@ -64,13 +64,12 @@ def test_a_whole_run_leaves_its_metrics(tmp_path: Path) -> None:
         reporter.stage("warmup", 2, 0, 62)
         for step in (0, 1):
             collect(reporter, step)
-            reporter.learned(step, "planner", step + 1, {"loss": 3.0, "skipped_steps": 0.0}, 0.1)
+            reporter.learned(step, "planner", step, {"loss": 3.0, "skipped_steps": 0.0}, 0.1)
         reporter.progress("evaluating", 3, 10)
         reporter.evaluated("before", 2, {"success": 0.07, "sub_answer": None})
         reporter.stage("rl", 60, 2, 62)
         collect(reporter, 2)
         reporter.learned(2, "planner", 3, {"loss": 0.1, "grad_norm": 0.4}, 0.1)
-        reporter.message("the end [of] it")
     stages = of_kind(tmp_path, "stage")
     assert [(s["name"], s["step"], s["steps"], s["demonstrations"]) for s in stages] == [
         ("warmup", 0, 2, True),
@@ -80,12 +79,12 @@ def test_a_whole_run_leaves_its_metrics(tmp_path: Path) -> None:
     assert [(c["step"], c["stage"], c["success"], c["seconds"]) for c in collected][-1] == (2, "rl", 1.0, 0.5)
     assert collected[-1]["tokens_per_second"] == collected[-1]["sampled_tokens"] / 0.5
     learned = of_kind(tmp_path, "learn")[-1]
-    assert (learned["agent"], learned["version"], learned["grad_norm"]) == ("planner", 3, 0.4)
+    assert (learned["agent"], learned["from_version"], learned["grad_norm"]) == ("planner", 3, 0.4)
     (evaluated,) = of_kind(tmp_path, "evaluate")
     assert (evaluated["name"], evaluated["success"], evaluated["sub_answer"]) == ("before", 0.07, None)
     assert of_kind(tmp_path, "alarm") == []
     lines = text(screen).splitlines()
-    assert "evaluated before: success 0.07  sub_answer -" in lines and "the end [of] it" in lines
+    assert "evaluated before: success 0.07  sub_answer -" in lines
     assert any(row.startswith("warmup 2/2") for row in lines)  # always at the end of a stage
     assert any(row.startswith("rl 1/60") for row in lines)
 
@@ -105,12 +104,37 @@ def test_demonstrations_and_teams_of_one_ring_nothing(tmp_path: Path) -> None:
     with Reporter(tmp_path / "a", config_of(), console()) as reporter:
         reporter.stage("warmup", 2, 0, 62)
         collect(reporter, 0, calls=0)
-    planner = {"role": "planner", "model": {"type": "tiny"}, "format": "compact", "tools": ["search"]}
+    planner = {"role": "planner", "model": {"type": "tiny"}, "format": "compact", "tools": ["search", "visit"]}
     with Reporter(tmp_path / "b", config_of(agents={"planner": planner}), console()) as reporter:
         reporter.stage("rl", 60, 2, 62)
         for step in range(2, 12):
             collect(reporter, step, calls=0)
     assert of_kind(tmp_path / "a", "alarm") == of_kind(tmp_path / "b", "alarm") == []
+
+
+def test_broken_infrastructure_is_said_counted_and_rings(tmp_path: Path) -> None:
+    screen = console()
+    with Reporter(tmp_path, config_of(), screen) as reporter:
+        reporter.stage("warmup", 2, 0, 62)
+        reporter.retried(1, Failure("EngineError", "no [server]"))
+        group = group_of(rollout(0, 2), failed(1))
+        reporter.collected(0, [group], rewarded(group), seconds=0.5)
+        collect(reporter, 1)
+    (alarm,) = of_kind(tmp_path, "alarm")
+    assert alarm["name"] == "failed_rollouts" and "50% of rollouts fail" in alarm["message"]
+    assert [(r["failed_rollouts"], r["retried_groups"]) for r in of_kind(tmp_path, "collect")] == [(1, 1), (0, 0)]
+    assert "warning: groups that were cut off and run again: 1; EngineError: no [server]" in text(screen)
+
+
+def test_long_work_is_shown_and_short_work_is_not(tmp_path: Path) -> None:
+    now, screen = [0.0], console()
+    with Reporter(tmp_path, config_of(), screen, clock=lambda: now[0]) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for done in range(1, 10):
+            now[0] += 1.0
+            reporter.progress("evaluating before", done, 10)
+    said = [row for row in text(screen).splitlines() if row.startswith("evaluating")]
+    assert said[0].startswith("evaluating before 3/10  left")
 
 
 def test_skipped_steps_ring_for_their_agent(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setitem(sys.modules, tracker.type, None)
     with pytest.raises(ConfigError, match=rf"pip install mgrpo\[{tracker.type}\]"):
         tracker.build(tmp_path, config_of())
+    with pytest.raises(ConfigError, match=rf"pip install mgrpo\[{tracker.type}\]"):
+        tracker.check()
 
 
 def test_unknown_keys_and_modes_are_refused() -> None:

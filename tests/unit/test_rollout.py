@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from tiny_team import Lookup, Recorder, agent, compact_chat, says
 
+from mgrpo.agents import rollout as rollouts
 from mgrpo.agents.delegate import Delegate
 from mgrpo.agents.loop import Agent
-from mgrpo.agents.rollout import Team, run_groups
-from mgrpo.agents.scheduler import Lockstep, Scheduler, Streaming
+from mgrpo.agents.rollout import Team, Watcher, run_groups
+from mgrpo.agents.scheduler import Lockstep
 from mgrpo.engines.base import Completion, Request
-from mgrpo.errors import EngineError
+from mgrpo.errors import EngineError, ToolError
 from mgrpo.types import Corpus, Group, Task, ToolResult
 
 ANSWER = "<answer> Merova </answer>"
@@ -49,7 +50,7 @@ def engines(team: Team) -> tuple[Recorder, Recorder]:
     return planner, searcher
 
 
-def collect(team: Team, scheduler: Scheduler | None = None, k: int = 4, tasks: Any = TASKS) -> list[Group]:
+def collect(team: Team, scheduler: Lockstep | None = None, k: int = 4, tasks: Any = TASKS) -> list[Group]:
     return asyncio.run(run_groups(tasks, team, k, lambda task: None, scheduler or Lockstep(5.0)))
 
 
@@ -104,42 +105,14 @@ def test_agents_that_share_an_engine_share_its_batches() -> None:
 SUB = ("<call> search Tarn </call>", "<answer> Tarn <source> p12 </answer>")
 
 
-@pytest.mark.parametrize("scheduler", [Streaming(5.0), Streaming(5.0, max_batch=3), Streaming(5.0, 2, 4)])
-def test_streaming_gives_the_same_rollouts(scheduler: Streaming) -> None:
-    assert without_clock(collect(team(0.001), scheduler)) == without_clock(collect(team()))
-
-
-def test_streaming_sends_what_is_ready_and_queues_what_comes_while_busy() -> None:
-    class Slow(Recorder):
-        running = most = 0
-
-        async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-            self.running += 1
-            self.most = max(self.most, self.running)
-            await asyncio.sleep(0.005)
-            self.running -= 1
-            return await super().generate(requests)
-
-    def alone(engine: Recorder) -> Team:
-        return Team(Agent("planner", compact_chat(), engine))
-
-    one = Slow(says(ANSWER))
-    collect(alone(one), Streaming(5.0, max_batch=3))
-    assert [len(batch) for batch in one.batches] == [3, 3, 2] and one.most == 1
-    many = Slow(says(ANSWER))
-    collect(alone(many), Streaming(5.0, max_batch=1, max_in_flight=8))
-    assert many.most == 8
-
-
 class Hanging(Recorder):
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         await asyncio.sleep(60)
         return []
 
 
-@pytest.mark.parametrize("scheduler", [Lockstep(0.02), Streaming(0.02)])
-def test_an_engine_that_hangs_meets_its_deadline(scheduler: Scheduler) -> None:
-    groups = collect(Team(Agent("planner", compact_chat(), Hanging(says()))), scheduler, k=1)
+def test_an_engine_that_hangs_meets_its_deadline() -> None:
+    groups = collect(Team(Agent("planner", compact_chat(), Hanging(says()))), Lockstep(0.02), k=1)
     failure = groups[0].rollouts[0].failure
     assert failure is not None and failure.kind == "EngineTimeout"
     assert failure.message.startswith("no completion after 0.02 s for g")
@@ -155,14 +128,13 @@ def test_a_batch_of_the_wrong_size_is_an_engine_error() -> None:
     assert failure is not None and failure.message == "the engine returned 7 completions for 8 requests"
 
 
-@pytest.mark.parametrize("scheduler", [Lockstep, Streaming])
-def test_a_rollout_that_takes_too_long_fails_alone(scheduler: type[Lockstep] | type[Streaming]) -> None:
+def test_a_rollout_that_takes_too_long_fails_alone() -> None:
     def one_slow(request: Request) -> str:
         slow = request.id.rollout == 1 and request.id.group == 7
         return "<call> search Tarn </call>" if slow and len(request.messages) == 1 else ANSWER
 
     slow = Lookup(lambda query, context: "late", seconds=30.0)
-    groups = collect(Team(agent(one_slow, slow), rollout_timeout_s=0.3), scheduler(5.0), k=2)
+    groups = collect(Team(agent(one_slow, slow), rollout_timeout_s=0.3), Lockstep(5.0), k=2)
     late = groups[0].rollouts[1]
     assert late.failure is not None and late.failure.message == "rollout g7/r1 not over after 0.3 s"
     assert late.root.ending == "failure" and len(late.root.turns) == 1
@@ -215,3 +187,74 @@ def test_each_rollout_gets_its_tasks_corpus_and_the_seed() -> None:
         ("a", "world a", 11),
         ("b", "world b", 11),
     ]
+
+
+# ---------------------------------------------------------------- batches, retries, progress
+
+
+def test_each_batch_of_an_engine_has_its_own_deadline() -> None:
+    class Slow(Recorder):
+        async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+            await asyncio.sleep(0.1)
+            return await super().generate(requests)
+
+    slow = Slow(says(ANSWER))
+    slow.max_batch = 2
+    groups = collect(Team(Agent("planner", compact_chat(), slow)), Lockstep(0.25))
+    assert [len(batch) for batch in slow.batches] == [2, 2, 2, 2]  # 0.4 s in all
+    assert not any(rollout.failure for group in groups for rollout in group.rollouts)
+
+
+class Recovering(Recorder):
+    """Broken for group 3 in its first ``broken`` calls."""
+
+    def __init__(self, broken: int) -> None:
+        super().__init__(says(ANSWER))
+        self.broken = broken
+        self.max_batch = 4
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        completions = await super().generate(requests)
+        if self.broken and requests[0].id.group == 3:
+            self.broken -= 1
+            raise EngineError("restarting")
+        return completions
+
+
+@pytest.mark.parametrize(("broken", "left"), [(0, False), (2, False), (3, True)])
+def test_groups_that_were_cut_off_run_again_whole_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, broken: int, left: bool
+) -> None:
+    monkeypatch.setattr(rollouts, "FIRST_PAUSE_S", 0.01)
+    engine, told = Recovering(broken), []
+    watcher = Watcher(on_retry=lambda groups, first: told.append((groups, str(first))))
+    team = Team(Agent("planner", compact_chat(), engine), max_retries=2)
+    groups = asyncio.run(run_groups(TASKS, team, 4, lambda task: None, Lockstep(5.0), watcher=watcher))
+    assert [group.id for group in groups] == [7, 3]
+    assert [[r.failure is not None for r in group.rollouts] for group in groups] == [[False] * 4, [left] * 4]
+    again = min(broken, 2)
+    assert told == [(1, "EngineError: restarting")] * again
+    assert [batch[0].id.group for batch in engine.batches] == [3, 7] + [3] * again
+
+
+def test_a_broken_tool_cuts_nothing_off() -> None:
+    def broken(query: str, context: Any) -> str:
+        raise ToolError("no network")
+
+    one = agent(says("<call> search Tarn </call>", ANSWER), Lookup(broken))
+    groups = collect(Team(one, max_retries=2), k=1)
+    assert groups[0].rollouts[0].failure is not None and len(one.engine.batches) == 2  # type: ignore[attr-defined]
+
+
+def test_progress_counts_every_rollout_that_is_over() -> None:
+    told: list[tuple[int, int]] = []
+    watcher = Watcher(on_rollout=lambda done, total: told.append((done, total)))
+    asyncio.run(run_groups(TASKS, team(), 4, lambda task: None, Lockstep(5.0), watcher=watcher))
+    assert told == [(done, 8) for done in range(1, 9)]
+
+
+def test_a_bug_of_an_engine_is_raised_where_its_requests_wait() -> None:
+    incomplete = Recorder(says(ANSWER))
+    del incomplete.max_batch
+    with pytest.raises(AttributeError, match="max_batch"):
+        collect(Team(Agent("planner", compact_chat(), incomplete)))

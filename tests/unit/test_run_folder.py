@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,7 @@ def test_a_run_killed_at_its_very_beginning_can_go_on(tmp_path: Path, moment: st
     else:
         (tmp_path / "config.toml").write_text(dump(CONFIG))
         begin(tmp_path, resume=True)
-    assert sorted(path.name for path in tmp_path.iterdir() if "store" not in path.name) == ["config.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "store" not in path.name) == [".lock", "config.toml"]
     RunFolder(tmp_path).open()[1].close()
 
 
@@ -70,6 +72,56 @@ def test_resume_refuses_another_recipe_and_names_what_changed(tmp_path: Path) ->
         with pytest.raises(RunFolderError, match=f"{tmp_path / 'config.toml'}: the recipe differs .*{key}"):
             begin(tmp_path, changed, resume=True)
     assert load(tmp_path / "config.toml") == CONFIG
+
+
+def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
+    held = RunFolder(tmp_path).begin(CONFIG, resume=False)
+    code = "from mgrpo.config import load\nfrom mgrpo.run import RunFolder\nfrom pathlib import Path\nimport sys\n"
+    code += "run = RunFolder(Path(sys.argv[1]))\nrun.begin(load(run.config_file), resume=True)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    other = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert f"RunFolderError: {tmp_path}: the run is in use by another process" in other.stderr.splitlines()[-1]
+    with pytest.raises(RunFolderError, match="in use by another process"):
+        begin(tmp_path, resume=True)
+    RunFolder(tmp_path).open()[1].close()  # reading is free
+    held.close()
+    assert subprocess.run(command, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("place", ["a_file", "a_file/below"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_place_that_can_be_no_folder_is_named(tmp_path: Path, place: str, resume: bool) -> None:
+    (tmp_path / "a_file").write_text("mine")
+    with pytest.raises(RunFolderError, match=f"{tmp_path / place}: "):
+        begin(tmp_path / place, resume=resume)
+    with pytest.raises(RunFolderError, match=f"{tmp_path / place}: "):
+        RunFolder(tmp_path / place).open()
+    assert (tmp_path / "a_file").read_text() == "mine"
+
+
+def test_the_number_of_threads_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = CONFIG.model_copy(update={"threads": None})
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    begin(tmp_path, free)
+    assert load(tmp_path / "config.toml").threads == 3
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    begin(tmp_path, free, resume=True)  # on another machine
+    assert load(tmp_path / "config.toml").threads == 3
+    with pytest.raises(RunFolderError, match="the recipe differs from the run's: threads was 3, is 1"):
+        begin(tmp_path, CONFIG, resume=True)
+
+
+def test_whoever_builds_a_team_sets_the_threads(tmp_path: Path) -> None:
+    import torch
+
+    from mgrpo.team import Team
+
+    before = torch.get_num_threads()
+    try:
+        Team(CONFIG.model_copy(update={"threads": 2}), RunFolder(tmp_path).models(CONFIG))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_trackers_may_change_on_resume(tmp_path: Path) -> None:

@@ -79,10 +79,15 @@ def finite(tmp_path: Path) -> Jsonl:
 def test_finite_tasks_come_once_an_epoch_in_another_order(session: Session, finite: Jsonl) -> None:
     """R-47."""
     source = finite.build()
-    order = [session.task(source, group).id for group in range(21)]
+    last = session.config.stages[-1]
+    begin = sum(stage.steps * stage.groups_per_step for stage in session.config.stages[:-1])
+    assert begin % 7 and last.steps * last.groups_per_step == 8  # the stage begins inside of an epoch of the run
+    order = [session.task(source, group).id for group in range(begin, begin + 21)]
     epochs = [order[:7], order[7:14], order[14:]]
     assert all(sorted(epoch) == sorted(order[:7]) and len(set(epoch)) == 7 for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
+    first = [session.task(source, group).id for group in range(begin)]
+    assert len(set(first[:7])) == 7 and first[:7] == order[:7]
 
 
 def test_the_task_of_a_group_is_a_pure_function_of_seed_and_group(
@@ -191,8 +196,8 @@ def test_waiting_for_learners_has_a_deadline_and_names_them(session: Session) ->
 def test_row_metrics_count_rows_and_how_they_compared() -> None:
     rows = random_rows(4)
     compared = advantages(rows)
-    assert row_metrics(rows, compared, teach=True) == {"rows": 4.0, "row_weight": 4.0}
-    metrics = row_metrics(rows, compared, teach=False)
+    assert row_metrics(rows, None) == {"rows": 4.0, "row_weight": 4.0}
+    metrics = row_metrics(rows, compared)
     assert (metrics["groups"], metrics["zero_variance_groups"], metrics["singleton_groups"]) == (1.0, 0.0, 0.0)
     assert metrics["reward_mean"] == pytest.approx(sum(row.reward for row in rows) / 4)
 

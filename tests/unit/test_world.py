@@ -18,6 +18,7 @@ from mgrpo.worlds.questions import (
     gold_of_subtask,
     parse_question,
     parse_subtask,
+    solve,
     text_of,
     write_question,
     write_subtask,
@@ -205,6 +206,22 @@ def test_comparisons_never_tie():
         question = draw(world, "compare", rng)
         first, second = (world.look_up(question.plan.path[0], name) for name in question.plan.entities)
         assert first != second
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is the larger capital of {0} and {1} ?",
+        "Which neighbour of {0} has the largest capital ?",
+        "Which neighbour of {0} has the largest neighbours ?",
+        "What is the capital of the neighbours of {0} ?",
+    ],
+)
+def test_what_is_no_number_cannot_be_compared(text):
+    world = build_world(WorldConfig(countries=8), "test", "0")
+    first, second, *_ = (country.name for country in world.entities["country"])
+    plan = parse_question(text.format(first, second))
+    assert plan is not None and solve(world, plan).answer is None
 
 
 def test_bridges_over_rivers_are_asked_in_test_ood_only():
