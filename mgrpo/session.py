@@ -92,8 +92,13 @@ class Session:
         return source.task(_epoch_order(self.config.seed, epoch, len(source))[position])
 
     async def wait_for_learners(self, window: Window | None) -> None:
-        """Until every learner has consumed all groups before ``window`` (None: every group there is)."""
+        """Until every learner has consumed all groups before ``window`` (None: every group there is).
+
+        Demonstrations need no new weights: within their stage they are collected one window ahead.
+        """
         first = self.store.committed() if window is None else window.first_group
+        if window is not None and window.stage.collect == "teacher" and window.stage_step:
+            first -= len(window.groups)
 
         def caught_up() -> bool | None:
             return all(self.store.trained(agent) >= first for agent in self.policies) or None

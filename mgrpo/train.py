@@ -7,7 +7,8 @@
        ^                                                         |                            |
        '------------------------ newest weights <----------------'<---------- publish --------'
 
-    collect       consumes tasks and weights, produces groups;   waits until every learner has caught up
+    collect       consumes tasks and weights, produces groups;   waits until every learner has caught up (a teacher,
+                                                                 who needs no weights, is one window ahead)
     learn(agent)  consumes groups, produces weights;             waits until its next groups are committed
 
 Differences from textbook GRPO: sub-agents are compared with each other over all K rollouts of one question, each
