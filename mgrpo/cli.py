@@ -240,7 +240,7 @@ def _print_metrics(title: str, metrics: Any) -> None:
 # ---------------------------------------------------------------- ask, export
 
 
-@app.command(epilog='mgrpo ask runs/quickstart\n\nmgrpo ask runs/quickstart "What is the capital of Zubora ?" --task 3')
+@app.command(epilog='mgrpo ask runs/quickstart\n\nmgrpo ask runs/quickstart "What is the population of Kinix ?"')
 def ask(
     run: Path = _RUN,
     question: str | None = typer.Argument(
