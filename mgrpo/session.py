@@ -14,7 +14,6 @@ from mgrpo.agents.rollout import Team as ActingTeam
 from mgrpo.agents.rollout import Watcher
 from mgrpo.algorithm.advantages import Advantages
 from mgrpo.config import Config, StageConfig
-from mgrpo.config.registry import settings
 from mgrpo.config.windows import Window, stage_start, total_steps, windows
 from mgrpo.engines.model import load_model
 from mgrpo.evaluate import Evaluation, evaluate
@@ -26,7 +25,7 @@ from mgrpo.run import RunFolder
 from mgrpo.store.base import WeightVersion
 from mgrpo.store.waiting import wait
 from mgrpo.tasks.base import TaskSource
-from mgrpo.team import Team, check_parts
+from mgrpo.team import Team, check_parts, task_source
 from mgrpo.types import Group, Reward, Row, Task, TrajectoryId
 
 
@@ -80,9 +79,7 @@ class Session:
         return self._source(window.stage_index)
 
     def _build_source(self, stage_index: int) -> TaskSource:
-        table = self.config.tasks_with(self.config.stages[stage_index].tasks)
-        source: TaskSource = settings("tasks", table, f"stages.{stage_index}.tasks").build(seed=self.config.seed)
-        return source
+        return task_source(self.config, self.config.stages[stage_index].tasks, f"stages.{stage_index}.tasks")
 
     def task(self, source: TaskSource, group: int) -> Task:
         """The task of a group: endless sources in order; finite ones shuffled anew in every epoch of the stage."""

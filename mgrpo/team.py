@@ -124,8 +124,8 @@ class Team:
     def questions(self, split: str = "tasks") -> TaskSource:
         """The questions of [evaluation]: ``split`` "tasks" (test) or "dev_tasks"."""
         if split not in self._questions:
-            table = self.config.tasks_with(getattr(self.config.evaluation, split))
-            self._questions[split] = settings("tasks", table, f"evaluation.{split}").build(seed=self.config.seed)
+            own = getattr(self.config.evaluation, split)
+            self._questions[split] = task_source(self.config, own, f"evaluation.{split}")
         return self._questions[split]
 
     def obstacle(self, question: str, task: Task, source: TaskSource) -> str | None:
@@ -198,6 +198,12 @@ def examples(task: Task, source: TaskSource, count: int = 3) -> str:
     return " or ".join(f'"{example.question}"' for example in tasks)
 
 
+def task_source(config: Config, own: Mapping[str, Any], where: str) -> TaskSource:
+    """The tasks of [tasks] with the keys of a stage or evaluation on top; ``where`` is that table's key."""
+    source: TaskSource = settings("tasks", config.tasks_with(own), where).build(seed=config.seed)
+    return source
+
+
 def tools_of(config: Config) -> dict[str, Tool]:
     """The tools of a recipe by name. Raises ConfigError for a user's object that is no tool."""
     tools: dict[str, Tool] = {}
@@ -223,15 +229,12 @@ def check_parts(config: Config) -> None:
     """
     tools_of(config)
     for index, stage in enumerate(config.stages):
-        table = config.tasks_with(stage.tasks)
-        source = settings("tasks", table, f"stages.{index}.tasks").build(seed=config.seed)
+        source = task_source(config, stage.tasks, f"stages.{index}.tasks")
         if stage.collect == "teacher" and not hasattr(source, "teacher"):
-            raise ConfigError(
-                f"stages.{index}.collect: {table['type']} tasks have no scripted teacher; use collect = 'team'"
-            )
+            kind = config.tasks_with(stage.tasks)["type"]
+            raise ConfigError(f"stages.{index}.collect: {kind} tasks have no scripted teacher; use collect = 'team'")
     for key in ("tasks", "dev_tasks"):
-        table = config.tasks_with(getattr(config.evaluation, key))
-        settings("tasks", table, f"evaluation.{key}").build(seed=config.seed)
+        task_source(config, getattr(config.evaluation, key), f"evaluation.{key}")
     if config.reward:
         load_object(config.reward, "reward")
     for name, agent in config.agents.items():
