@@ -16,6 +16,7 @@ from mgrpo.types import Corpus, Grade, Task, Trajectory
 from mgrpo.worlds.names import Split
 from mgrpo.worlds.pages import corpus_of
 from mgrpo.worlds.questions import (
+    FAMILIES,
     FAMILIES_OOD,
     Family,
     Question,
@@ -31,7 +32,7 @@ from mgrpo.worlds.world import World, WorldConfig, build_world
 
 _TASKS = 2**31  # worlds are drawn without end
 _CACHED = 64  # worlds and corpora kept, a step of training touches a few dozen
-_EVEN: dict[Family, float] = dict.fromkeys(("one_hop", "two_hop", "three_hop", "compare", "argmax", "list"), 1.0)
+_EVEN: dict[Family, float] = dict.fromkeys(FAMILIES, 1.0)
 
 
 class NoiseSettings(BaseModel, extra="forbid"):
@@ -77,7 +78,7 @@ class Settings(BaseModel, extra="forbid"):
 
     def asked(self) -> dict[Family, float]:
         """The families that this split asks, with their weights."""
-        known = FAMILIES_OOD if self.split == "test_ood" else tuple(_EVEN)
+        known = FAMILIES_OOD if self.split == "test_ood" else FAMILIES
         return {family: weight for family, weight in self.families.items() if weight > 0 and family in known}
 
     def world_config(self) -> WorldConfig:

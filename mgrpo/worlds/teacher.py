@@ -36,10 +36,6 @@ class Noise:
     delegate: float = 0.0
     skip: float = 0.0
 
-    @property
-    def silent(self) -> bool:
-        return not (self.hit or self.attribute or self.delegate or self.skip)
-
 
 class _Done(Exception):
     """The planner answers early."""
