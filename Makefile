@@ -1,6 +1,6 @@
 # The same few commands by hand and in CI. `make` alone lists them. Works with GNU make 3.81 and newer.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check lint types imports budgets format lock clean
+.PHONY: help setup references quickstart test check lint types imports budgets format lock clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -18,6 +18,8 @@ export PIP_USER := 0
 # Stamps carry a checksum of what they were made from, and of the folder, since environments do not survive a move.
 LOCK_STAMP := $(VENV)/.lock-$(shell { echo '$(CURDIR)'; cat requirements.lock; } | cksum | tr ' ' '-')
 PROJECT_STAMP := $(VENV)/.project-$(shell { echo '$(CURDIR)'; cat pyproject.toml; } | cksum | tr ' ' '-')
+
+REFERENCES_STAMP := $(VENV)/.references-$(shell { echo '$(CURDIR)'; cat requirements-references.txt; } | cksum | tr ' ' '-')
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -47,7 +49,14 @@ $(PROJECT_STAMP): $(LOCK_STAMP) | pyproject.toml
 quickstart: setup  ## train the small team on this machine; ARGS="--seed 1" is passed on
 	$(VENV)/bin/mgrpo train recipes/quickstart.toml $(ARGS)
 
-test: setup  ## run every test, a process per core; ARGS="-k lock" is passed on
+references: $(REFERENCES_STAMP)  ## fetch TRL and verl, whose formulas the tests compare with ours
+
+$(REFERENCES_STAMP): requirements-references.txt | $(PROJECT_STAMP)
+	@rm -rf $(VENV)/references $(VENV)/.references-*
+	@$(PIP) install --quiet --no-deps --no-compile --target $(VENV)/references --requirement requirements-references.txt \
+		&& touch $@ || echo "references: TRL and verl could not be fetched; the tests that compare with them will skip" >&2
+
+test: setup references  ## run every test, a process per core; ARGS="-k lock" is passed on
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 check: lint types imports budgets  ## lint, formatting, types, import layers, size budgets

@@ -12,6 +12,7 @@ from mgrpo.config.registry import load_object
 from mgrpo.errors import GraderError, InfrastructureError
 from mgrpo.report.metrics import rollout_metrics
 from mgrpo.tasks.base import TaskSource
+from mgrpo.tasks.expert import Expert
 from mgrpo.team import Team
 from mgrpo.types import Failure, Grade, Group, Reward, Rollout, Task, Trajectory, TrajectoryId
 
@@ -53,18 +54,19 @@ async def reward(team: Team, source: TaskSource, groups: Sequence[Group]) -> dic
     Raises InfrastructureError where broken engines, tools or graders left no rollout with a known reward: going on
     would use up the tasks and teach nothing.
     """
-    config = team.config
+    config, expert = team.config, team.expert(source)
     function = load_object(config.reward, "reward") if config.reward else rewards
     weights = {name: agent.reward_weights or {} for name, agent in config.agents.items()}
+    grader = _Grader(source, expert, asyncio.Semaphore(expert.concurrency), config.rollout.grade_timeout_s)
+    asked = [(group, rollout) for group in groups for rollout in group.rollouts]
+    graded = await asyncio.gather(*(grader.grades(group.task, rollout) for group, rollout in asked))
     found: dict[TrajectoryId, Reward] = {}
     lost: list[Failure] = []
-    for group in groups:
-        for rollout in group.rollouts:
-            grades, failure = await _grades(source, group.task, rollout, config.rollout.grade_timeout_s)
-            found |= function(rollout, grades, weights, config.rollout.unknown_reward)
-            failure = rollout.failure or (failure if found[rollout.root.id].value is None else None)
-            lost += [failure] if failure is not None else []
-    if lost and len(lost) == sum(len(group.rollouts) for group in groups):
+    for (_, rollout), (grades, failure) in zip(asked, graded, strict=True):
+        found |= function(rollout, grades, weights, config.rollout.unknown_reward)
+        failure = rollout.failure or (failure if found[rollout.root.id].value is None else None)
+        lost += [failure] if failure is not None else []
+    if lost and len(lost) == len(asked):
         raise InfrastructureError(
             f"all {len(lost)} rollouts of groups {groups[0].id} to {groups[-1].id} were lost, first by {lost[0]}"
             f" (cut-off ones ran {1 + config.rollout.max_retries} times); mend what is broken and start again from here"
@@ -72,23 +74,31 @@ async def reward(team: Team, source: TaskSource, groups: Sequence[Group]) -> dic
     return found
 
 
-async def _grades(
-    source: TaskSource, task: Task, rollout: Rollout, seconds: float
-) -> tuple[dict[TrajectoryId, Grade], Failure | None]:
-    """Grades of a rollout's trajectories, and why the root has none where its grader broke."""
+@dataclass(frozen=True, slots=True)
+class _Grader:
+    """Asks for all grades at once, and the expert's ``places`` at a time: waiting for one is not its time."""
 
-    async def grade(trajectory: Trajectory) -> Grade | Failure:
+    source: TaskSource
+    expert: Expert
+    places: asyncio.Semaphore
+    seconds: float
+
+    async def grades(self, task: Task, rollout: Rollout) -> tuple[dict[TrajectoryId, Grade], Failure | None]:
+        """Of a rollout's trajectories, the root's by the source, the others' by the expert; and why the root has none
+        where its grader broke."""
+        got = await asyncio.gather(*(self._grade(task, trajectory) for trajectory in rollout.trajectories))
+        grades = {
+            trajectory.id: Grade(None, str(one)) if isinstance(one, Failure) else one
+            for trajectory, one in zip(rollout.trajectories, got, strict=True)
+        }
+        return grades, got[0] if isinstance(got[0], Failure) else None
+
+    async def _grade(self, task: Task, trajectory: Trajectory) -> Grade | Failure:
         try:
-            async with asyncio.timeout(seconds):
-                return await source.grade(task, trajectory)
+            async with self.places, asyncio.timeout(self.seconds):
+                grader = self.source if trajectory.parent is None else self.expert
+                return await grader.grade(task, trajectory)
         except GraderError as error:
             return error.as_failure()
         except TimeoutError:
-            return GraderError(f"no grade of {trajectory.id} after {seconds:g} s").as_failure()
-
-    graded = await asyncio.gather(*(grade(trajectory) for trajectory in rollout.trajectories))
-    grades = {
-        trajectory.id: Grade(None, str(got)) if isinstance(got, Failure) else got
-        for trajectory, got in zip(rollout.trajectories, graded, strict=True)
-    }
-    return grades, graded[0] if isinstance(graded[0], Failure) else None
+            return GraderError(f"no grade of {trajectory.id} after {self.seconds:g} s").as_failure()

@@ -4,7 +4,7 @@
 
     config.toml        the resolved recipe          metrics.jsonl, summary.json, curves.png    report/
     store.db           groups, rewards, versions    models/AGENT                               where training began
-    weights/AGENT/vN   checkpoints, newest few
+    weights/AGENT/vN   checkpoints, newest few                         reference/AGENT     what a KL term compares with
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class RunFolder:
 
     def weights(self, agent: str) -> Path:
         return self.path / "weights" / agent
+
+    def reference(self, agent: str) -> Path:
+        return self.path / "reference" / agent
 
     def begin(self, config: Config, resume: bool) -> Hold:
         """Make the folder, or go on with it.
@@ -135,10 +138,16 @@ class RunFolder:
 
     def models(self, config: Config) -> dict[str, Path]:
         """The folder of the model each agent starts from; tiny ones are written on the first call."""
-        return {name: self._model(config, index, name) for index, name in enumerate(config.agents)}
+        own = {
+            name: self._model(config, index, name)
+            for index, name in enumerate(config.agents)
+            if config.owner(name) == name
+        }
+        return {name: own[config.owner(name)] for name in config.agents}
 
     def _model(self, config: Config, index: int, name: str) -> Path:
         model = config.agents[name].model
+        assert model is not None  # agents that share weights have none
         if isinstance(model, str):
             check_model_folder(model, f"agents.{name}.model")
             return Path(model)

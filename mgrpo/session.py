@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +13,15 @@ from typing import Any
 
 from mgrpo.agents.rollout import Team as ActingTeam
 from mgrpo.agents.rollout import Watcher
-from mgrpo.algorithm.advantages import Advantages
+from mgrpo.algorithm.advantages import Advantages, Comparison
 from mgrpo.config import Config, StageConfig
-from mgrpo.config.windows import Window, stage_start, total_steps, windows
+from mgrpo.config.windows import Window, stage_start, total_groups, total_steps, windows
 from mgrpo.engines.model import load_model
 from mgrpo.evaluate import Evaluation, evaluate
+from mgrpo.gather import Gathered, gather
+from mgrpo.objective import comparison_of, needs_reference, step_plan
 from mgrpo.policy import checkpoint
+from mgrpo.policy.step import Step, StepPlan, penalised
 from mgrpo.policy.update import Policy, Schedule
 from mgrpo.report.reporter import Reporter
 from mgrpo.report.summary import seconds_before
@@ -26,7 +30,9 @@ from mgrpo.store.base import WeightVersion
 from mgrpo.store.waiting import wait
 from mgrpo.tasks.base import TaskSource
 from mgrpo.team import Team, check_parts, task_source
-from mgrpo.types import Group, Reward, Row, Task, TrajectoryId
+from mgrpo.types import Row, Task
+
+Metrics = dict[str, float]
 
 
 class Session:
@@ -36,6 +42,7 @@ class Session:
         self.folder, self.started = RunFolder(path), time.perf_counter()
         check_parts(config)
         self.policies: dict[str, Policy] = {}
+        self._references: dict[str, Any] = {}
         self._stages: dict[str, str] = {}  # agent -> the stage its optimiser belongs to
         self._source = lru_cache(None)(self._build_source)
         self._shown_stage = ""
@@ -50,10 +57,9 @@ class Session:
 
     def _take_up(self, models: Mapping[str, Path]) -> None:
         self.team = Team(self.config, models)
-        for name, agent in self.config.agents.items():
-            if agent.trainable:
-                self.policies[name] = Policy(load_model(models[name]), agent.temperature)
-                self._begin_agent(name)
+        for name in self.config.learners:
+            self.policies[name] = Policy(load_model(models[name]), self.config.agents[name].temperature)
+            self._begin_agent(name)
 
     def __enter__(self) -> Session:
         try:
@@ -81,12 +87,21 @@ class Session:
     def _build_source(self, stage_index: int) -> TaskSource:
         return task_source(self.config, self.config.stages[stage_index].tasks, f"stages.{stage_index}.tasks")
 
-    def task(self, source: TaskSource, group: int) -> Task:
-        """The task of a group: endless sources in order; finite ones shuffled anew in every epoch of the stage."""
+    def task(self, source: TaskSource, group: int, batch: int = 0) -> Task:
+        """The task of a group: endless sources in order; finite ones shuffled anew in every epoch of the stage.
+
+        ``batch`` > 0 is a replacement of one that taught nothing: what would come so many whole runs later.
+        """
+        later = batch * total_groups(self.config)
         if len(source) > 1_000_000:
-            return source.task(group % len(source))
-        epoch, position = divmod(group - stage_start(self.config, group), len(source))
+            return source.task((group + later) % len(source))
+        epoch, position = divmod(group - stage_start(self.config, group) + later, len(source))
         return source.task(_epoch_order(self.config.seed, epoch, len(source))[position])
+
+    async def gather(self, window: Window, acting: ActingTeam) -> Gathered:
+        source, watcher = self.source(window), self.watcher("collecting")
+        task = partial(self.task, source)
+        return await gather(self.team, acting, source, window.stage, window.groups, task, watcher)
 
     async def wait_for_learners(self, window: Window | None) -> None:
         """Until every learner has consumed all groups before ``window`` (None: every group there is).
@@ -131,7 +146,7 @@ class Session:
             self.reporter.stage(stage.name, stage.steps, first, total_steps(self.config))
 
     def _first_with_team(self, stage: StageConfig) -> bool:
-        return stage is next(s for s in self.config.stages if s.collect == "team")
+        return stage is next((s for s in self.config.stages if s.collect == "team"), None)
 
     async def _serve_newest(self) -> None:
         for agent in self.policies:
@@ -140,9 +155,48 @@ class Session:
 
     # ------------------------------------------------------------ one agent's weights
 
-    def pad_id(self, agent: str) -> int:
-        config = self.policies[agent].model.config
-        return int(config.pad_token_id or 0)
+    def learning(self, owner: str, window: Window) -> tuple[str, ...]:
+        """The agents that move the weights of ``owner`` in this window."""
+        trained = self.config.trained(window.stage)
+        return tuple(name for name in self.config.sharing(owner) if name in trained)
+
+    def comparison(self, agent: str, window: Window) -> Comparison:
+        return comparison_of(self.config.learner_for(agent, window.stage))
+
+    def step_plan(self, owner: str, window: Window) -> StepPlan:
+        return step_plan(self.config, owner, window.stage, self.pad_id(owner))
+
+    def pad_id(self, owner: str) -> int:
+        return int(self.policies[owner].model.config.pad_token_id or 0)
+
+    def reference(self, owner: str, window: Window) -> Any:
+        """The model as it was before reinforcement began, for a KL term; None where there is none."""
+        if not needs_reference(self.config, owner, window.stage):
+            return None
+        if owner not in self._references:
+            self._references[owner] = load_model(self.folder.reference(owner)).requires_grad_(False)
+        return self._references[owner]
+
+    def _keep_reference(self, owner: str, window: Window) -> None:
+        """A copy of the weights that the first stage of the team's own starts with, if any stage compares with it."""
+        starts = window.stage_step == 0 and self._first_with_team(window.stage)
+        if starts and any(needs_reference(self.config, owner, stage) for stage in self.config.stages):
+            newest = self.store.latest(owner)
+            assert newest is not None
+            checkpoint.keep(self.folder.path / newest.handle, self.folder.reference(owner))
+
+    def penalised(self, agent: str, window: Window, rows: Sequence[Row]) -> list[Row]:
+        """The rows with the KL to the reference taken off their rewards."""
+        owner, plan = self.config.owner(agent), self.config.learner_for(agent, window.stage)
+        return penalised(
+            rows,
+            self.reference(owner, window),
+            self.policies[owner].temperature,
+            plan.kl_coef,
+            plan.kl_estimator,
+            plan.max_tokens_per_microbatch,
+            self.pad_id(owner),
+        )
 
     def _begin_agent(self, agent: str) -> None:
         """Publish the initial weights as version 0, or take up the newest version."""
@@ -152,12 +206,13 @@ class Session:
         else:
             folder = self.folder.path / newest.handle
             window = next(self.windows(self.store.trained(agent)), None)
-            if window is not None and agent in self.config.trained(window.stage):
+            if window is not None and self.learning(agent, window):
                 self._begin_schedule(agent, window.stage)
             checkpoint.load(self.policies[agent], folder, newest.checksum, self._stages.get(agent, ""))
 
     def begin_stage(self, agent: str, window: Window) -> None:
         self._show_stage(window)
+        self._keep_reference(agent, window)
         if self._stages.get(agent) != window.stage.name:
             self._begin_schedule(agent, window.stage)
 
@@ -198,14 +253,13 @@ class Session:
     def watcher(self, what: str) -> Watcher:
         return Watcher(partial(self.reporter.progress, what), self.reporter.retried)
 
-    def collected(
-        self, window: Window, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward], seconds: float
-    ) -> None:
-        self.reporter.collected(window.first_step, groups, rewards, seconds)
+    def collected(self, window: Window, gathered: Gathered, seconds: float) -> None:
+        self.reporter.collected(window.first_step, gathered.groups, gathered.rewards, seconds, gathered.counts)
 
-    def learned(self, step: int, agent: str, metrics: Mapping[str, float], seconds: float) -> None:
-        newest = self.store.latest(agent)
-        self.reporter.learned(step, agent, newest.version if newest else 0, metrics, seconds)
+    def learned(self, step: int, owner: str, found: Mapping[str, Mapping[str, float]], seconds: float) -> None:
+        newest = self.store.latest(owner)
+        for agent, metrics in found.items():
+            self.reporter.learned(step, agent, newest.version if newest else 0, metrics, seconds)
 
     async def _evaluate(self, name: str, step: int, split: str, questions: int, **options: Any) -> Evaluation:
         source = self.team.questions(split)
@@ -243,16 +297,19 @@ def _epoch_order(seed: int, epoch: int, length: int) -> list[int]:
     return order
 
 
-def row_metrics(rows: Sequence[Row], compared: Advantages | None) -> dict[str, float]:
-    """How many rows there were and how they compared; those of demonstrations (None) are not."""
-    metrics = {"rows": float(len(rows)), "row_weight": sum(row.weight for row in rows)}
-    if compared is None:
-        return metrics
-    stats = compared.stats
-    return metrics | {
-        "groups": float(stats.groups),
-        "zero_variance_groups": float(stats.zero_variance_groups),
-        "singleton_groups": float(stats.singleton_groups),
-        "reward_mean": stats.reward_mean or 0.0,
-        "reward_std": stats.reward_std or 0.0,
-    }
+def row_metrics(rows: Sequence[Row], compared: Advantages | None) -> Metrics:
+    """How many rows an agent had and how they compared; those of demonstrations (None) did not."""
+    metrics = {"rows": float(len(rows)), "row_weight": sum(row.weight for row in rows)} if rows else {}
+    stats = {} if compared is None or not rows else asdict(compared.stats)
+    return metrics | {name: float(value) for name, value in stats.items() if value is not None}
+
+
+def with_step(found: Mapping[str, Metrics], owner: str, moved: Step) -> dict[str, Metrics]:
+    """Each agent's metrics with its gradient mass; those of the weights go to their owner, or to the first agent."""
+    leader = owner if owner in found else next(iter(found))
+    result = {agent: dict(metrics) for agent, metrics in found.items()}
+    for (agent, invocation), pull in sorted(moved.mass.items()):
+        result[agent]["gradient_mass"] = result[agent].get("gradient_mass", 0.0) + pull
+        result[agent][f"gradient_mass/{invocation}"] = pull
+    result[leader] |= moved.metrics
+    return result

@@ -18,7 +18,7 @@ from mgrpo.agents.rollout import Team as ActingTeam
 from mgrpo.agents.rollout import run_groups
 from mgrpo.agents.scheduler import Lockstep
 from mgrpo.config import AgentConfig, Config, TinyModel
-from mgrpo.config.registry import load_object, settings
+from mgrpo.config.registry import Factory, load_object, settings
 from mgrpo.config.vocabulary import pieces
 from mgrpo.engines.base import Engine, Sampling
 from mgrpo.engines.scripted import Scripted
@@ -26,6 +26,7 @@ from mgrpo.errors import ConfigError, DataError
 from mgrpo.run import RunFolder, check_model_folder
 from mgrpo.store.base import WeightVersion
 from mgrpo.tasks.base import TaskSource
+from mgrpo.tasks.expert import Expert, Gold
 from mgrpo.tools.base import Tool
 from mgrpo.types import Rollout, Task
 
@@ -41,12 +42,15 @@ class Team:
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self.config = config
         self.chats = {name: Chat(tokenizer_of(models[name]), FORMATS[a.format]) for name, a in config.agents.items()}
-        self.engines: dict[str, Engine] = {
+        own: dict[str, Engine] = {
             name: settings("engine", agent.engine, f"agents.{name}.engine").build(
                 folder=models[name], encode=self.chats[name].encode_reply
             )
             for name, agent in config.agents.items()
+            if config.owner(name) == name
         }
+        self.engines = {name: own[config.owner(name)] for name in config.agents}
+        self._experts: dict[int, tuple[Expert, TaskSource]] = {}
         self._tools = tools_of(config)
         self._roots: dict[tuple[int, float | None, int], tuple[Agent, Any]] = {}
         self._loaded: dict[str, int] = dict.fromkeys(config.agents, -1)
@@ -64,11 +68,10 @@ class Team:
         config, store = folder.open()
         try:
             team = cls(config, folder.models(config))
-            for name, agent in config.agents.items():
-                if agent.trainable:
-                    weights = folder.published(store, name, version)
-                    verify(folder.path / weights.handle, weights.checksum)
-                    complete(team.serve(name, weights, folder.path))
+            for name in config.learners:
+                weights = folder.published(store, name, version)
+                verify(folder.path / weights.handle, weights.checksum)
+                complete(team.serve(name, weights, folder.path))
         finally:
             store.close()
         return team
@@ -87,8 +90,10 @@ class Team:
 
     def close(self) -> None:
         """Let go of what the engines hold; the team acts no more. Leaving ``with Team.load(run) as team`` does it."""
-        for engine in self.engines.values():
+        for engine in {id(engine): engine for engine in self.engines.values()}.values():
             complete(engine.close())
+        for expert, _ in self._experts.values():
+            complete(expert.close())
 
     def acting(
         self, seed: int, temperature: float | None = None, closed_book: bool = False, teacher: Any = None
@@ -133,7 +138,7 @@ class Team:
 
         Only models with a closed vocabulary are limited: to its words, and to what their world can answer.
         """
-        if not isinstance(self.config.agents[self.config.planner].model, TinyModel):
+        if not isinstance(self.config.agents[self.config.owner(self.config.planner)].model, TinyModel):
             return None
         chat = self.chats[self.config.planner]
         words = pieces(question)
@@ -144,6 +149,14 @@ class Team:
         if gold is not None and gold(task, question) is None:
             return f"no page of the web of task {task.id} answers {question!r}"
         return None
+
+    def expert(self, source: TaskSource) -> Expert:
+        """Who grades the subtasks of ``source``. A rule or judge is one for all sources: one cache, one cost."""
+        plan = settings("expert", self.config.expert, "expert")
+        key = id(source) if isinstance(plan, Gold | Factory) else 0
+        if key not in self._experts:
+            self._experts[key] = (plan.build(source=source), source)  # the source too: its id must stay taken
+        return self._experts[key][0]
 
     def scheduler(self) -> Lockstep:
         return Lockstep(self.config.rollout.request_timeout_s)
@@ -157,15 +170,21 @@ class Team:
             else:
                 tools[tool] = self._tools[tool]
         engine = self.engines[name] if teacher is None else self._scripted(name, teacher, seed)
-        sampling = Sampling(config.temperature if temperature is None else temperature, seed=seed)
+        heat = config.temperature if temperature is None else temperature
+        sampling = Sampling(heat, seed=seed, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
         return Agent(name, self.chats[name], engine, tools, _limits(config), sampling, config.prompt)
 
     def _scripted(self, name: str, teacher: Any, seed: int) -> Engine:
-        config = self.config.agents[name]
-        helpers = tuple(tool for tool in config.tools if tool in self.config.agents)
-        role = "searcher" if config.role == "subagent" else "planner" if helpers else "solo"
-        script = teacher.teacher(role, helpers, seed)
+        script = teacher.teacher(*_part_of(self.config, self.config.agents[name]), seed)
         return Scripted(lambda request: script(request.id, request.messages), self.chats[name].encode_reply)
+
+
+def _part_of(config: Config, agent: AgentConfig) -> tuple[str, dict[str, str]]:
+    """What a scripted teacher plays an agent as, and the skills of the sub-agents that it calls."""
+    helpers = {tool: config.agents[tool].skill or "searcher" for tool in agent.tools if tool in config.agents}
+    if agent.role == "subagent":
+        return agent.skill or "searcher", helpers
+    return "planner" if helpers else "solo", helpers
 
 
 def complete(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -229,20 +248,36 @@ def check_parts(config: Config) -> None:
     """
     tools_of(config)
     for index, stage in enumerate(config.stages):
-        source = task_source(config, stage.tasks, f"stages.{index}.tasks")
+        source: Any = task_source(config, stage.tasks, f"stages.{index}.tasks")
         if stage.collect == "teacher" and not hasattr(source, "teacher"):
             kind = config.tasks_with(stage.tasks)["type"]
             raise ConfigError(f"stages.{index}.collect: {kind} tasks have no scripted teacher; use collect = 'team'")
+        if stage.collect == "teacher":
+            for agent in config.agents.values():
+                source.teacher(*_part_of(config, agent), config.seed)
+        _check_expert(config, source)
     for key in ("tasks", "dev_tasks"):
         task_source(config, getattr(config.evaluation, key), f"evaluation.{key}")
     if config.reward:
         load_object(config.reward, "reward")
     for name, agent in config.agents.items():
-        _check_agent(agent, f"agents.{name}")
+        if config.owner(name) == name:
+            _check_agent(agent, f"agents.{name}")
     for index, table in enumerate(config.trackers):
         plan = settings("tracker", table, f"trackers.{index}")
         if hasattr(plan, "check"):
             plan.check()
+
+
+def _check_expert(config: Config, source: TaskSource) -> None:
+    expert: Expert = settings("expert", config.expert, "expert").build(source=source)
+    missing = [part for part in ("grade", "take_metrics", "close") if not hasattr(expert, part)]
+    if missing:
+        raise ConfigError(
+            f"expert.type: {config.expert['type']} gives no expert: it lacks {', '.join(missing)}; derive it from"
+            " mgrpo.tasks.expert.Expert"
+        )
+    complete(expert.close())
 
 
 def _check_agent(agent: AgentConfig, where: str) -> None:

@@ -21,25 +21,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mgrpo.agents.loop import together
-from mgrpo.agents.rollout import run_groups
-from mgrpo.algorithm.advantages import advantages
+from mgrpo.algorithm.advantages import compare
 from mgrpo.algorithm.alignment import align
-from mgrpo.algorithm.loss import policy_loss, sft_loss, token_coefficients
-from mgrpo.algorithm.packing import pack
+from mgrpo.algorithm.comparison import inherited, roots_of
 from mgrpo.config import Config
 from mgrpo.config.windows import Window
-from mgrpo.evaluate import reward
-from mgrpo.policy.update import LossFunction, Policy
+from mgrpo.policy.step import take_step
+from mgrpo.policy.update import Policy
 from mgrpo.report.reporter import Reporter
-from mgrpo.session import Session, row_metrics
+from mgrpo.session import Metrics, Session, row_metrics, with_step
 from mgrpo.store.waiting import wait
 from mgrpo.team import complete
-from mgrpo.types import Sample
+from mgrpo.types import Row, Share
 
 
 def train(
@@ -59,68 +58,80 @@ def train(
 
 
 async def _both_loops(session: Session) -> None:
-    await together([collect(session), *(learn(session, agent) for agent in session.policies)])
+    await together([collect(session), *(learn(session, owner) for owner in session.policies)])
 
 
 async def collect(session: Session) -> None:
-    store, config = session.store, session.config
+    store = session.store
     for window in session.windows(store.committed()):
         await session.wait_for_learners(window)
         team = await session.serve(window)
         await session.evaluate_where_due(window)
-        source = session.source(window)
         started = time.perf_counter()
-        tasks = [(group, session.task(source, group)) for group in window.groups]
-        k = config.num_generations(window.stage)
-        watcher = session.watcher("collecting")
-        groups = await run_groups(tasks, team, k, source.corpus, session.team.scheduler(), config.seed, watcher)
-        rewards = await reward(session.team, source, groups)
-        store.commit(groups, rewards)
-        session.collected(window, groups, rewards, time.perf_counter() - started)
+        gathered = await session.gather(window, team)
+        store.commit(gathered.groups, gathered.rewards)
+        session.collected(window, gathered, time.perf_counter() - started)
     await session.wait_for_learners(None)
     await session.evaluate_last()
 
 
-async def learn(session: Session, agent: str) -> None:
-    store, policy = session.store, session.policies[agent]
-    for window in session.windows(store.trained(agent)):
-        learns = agent in session.config.trained(window.stage)
-        take = partial(store.take, agent, window.first_group, len(window.groups))
-        groups = await wait(take, f"groups {window.groups} of {agent}", session.config.store_timeout_s)
-        metrics: dict[str, float] = {}  # of the last step that moved the weights
-        if learns:
-            session.begin_stage(agent, window)
-        for step, stage_step, ids in window.steps if learns else ():
-            samples = [sample for id in ids for sample in groups[id - window.first_group]]
+async def learn(session: Session, owner: str) -> None:
+    """Move the weights of ``owner`` by the trajectories of every agent that uses them."""
+    store, policy = session.store, session.policies[owner]
+    for window in session.windows(store.trained(owner)):
+        agents = session.learning(owner, window)
+        taken: dict[str, list[Share]] = {}
+        for agent in agents or (owner,):
+            take = partial(store.take, agent, window.first_group, len(window.groups))
+            taken[agent] = await wait(take, f"groups {window.groups} of {agent}", session.config.store_timeout_s)
+        metrics: Metrics = {}  # of the last step that moved the weights
+        if agents:
+            session.begin_stage(owner, window)
+        for step, stage_step, ids in window.steps if agents else ():
+            shares = {agent: [share for share in own if share.group in ids] for agent, own in taken.items()}
             started = time.perf_counter()
-            found = await asyncio.to_thread(update, session, policy, agent, window, samples, step, stage_step)
-            session.learned(step, agent, found, time.perf_counter() - started)
-            metrics = found if "loss" in found else metrics
-        session.publish(agent, window, metrics)
+            found = await asyncio.to_thread(update, session, policy, owner, window, shares, step, stage_step)
+            session.learned(step, owner, found, time.perf_counter() - started)
+            metrics = next((own for own in found.values() if "loss" in own), metrics)
+        session.publish(owner, window, metrics)
 
 
 def update(
-    session: Session, policy: Policy, agent: str, window: Window, samples: list[Sample], step: int, stage_step: int
-) -> dict[str, float]:
-    """One optimiser step of one agent: align, compare, weigh, pack, descend.
+    session: Session,
+    policy: Policy,
+    owner: str,
+    window: Window,
+    taken: Mapping[str, Sequence[Share]],
+    step: int,
+    stage_step: int,
+) -> dict[str, Metrics]:
+    """One step of one set of weights, by every agent that uses them: align, compare, weigh, pack, descend.
 
-    Without rows the step is skipped ({}), and so it is where every group's rewards are equal: no "loss" in the metrics.
+    Without rows the step is skipped, and so it is where every group's rewards are equal: no "loss" in the metrics.
     """
-    mine = session.config.agents[agent]
-    plan = session.config.learner_for(agent, window.stage)
-    teach = window.stage.policy_loss == "sft"
-    mode = "none" if teach or mine.align is None else mine.align
-    rows = align(samples, mode, mine.trajectories_per_rollout, seed=session.config.seed, step=step)
+    aligned = {agent: aligned_rows(session, agent, window, shares, step) for agent, shares in taken.items()}
+    rows = [row for own in aligned.values() for row in own]
     if not rows:
-        return {}
-    compared = None if teach else advantages(rows, plan.scale_rewards)
-    values = [1.0] * len(rows) if compared is None else list(compared.values)
-    coefficients = token_coefficients(rows, plan.loss_agg_mode)
-    batches = pack(rows, values, coefficients, plan.max_tokens_per_microbatch, session.pad_id(agent), not teach)
-    loss: LossFunction = sft_loss if teach else _clipped(plan.clip_ratio_low, plan.clip_ratio_high)
-    moved = policy.update(batches, loss, stage_step) if batches else {}
-    return row_metrics(rows, compared) | moved
+        return {agent: {} for agent in taken}
+    credit, compared = [(1.0,) * len(row.turns) for row in rows], {}
+    if window.stage.collect == "team":
+        how = {agent: session.comparison(agent, window) for agent in aligned}
+        compared = compare(aligned, how, roots_of(next(iter(taken.values()))))
+        credit = [values for agent in aligned for values in compared[agent].values]
+    plan = session.step_plan(owner, window)
+    moved = take_step(policy, rows, credit, plan, stage_step, session.reference(owner, window))
+    found = {agent: row_metrics(own, compared.get(agent)) for agent, own in aligned.items()}
+    return with_step(found, owner, moved)
 
 
-def _clipped(low: float, high: float) -> LossFunction:
-    return partial(policy_loss, clip_ratio_low=low, clip_ratio_high=high)
+def aligned_rows(session: Session, agent: str, window: Window, shares: Sequence[Share], step: int) -> list[Row]:
+    """Rows of one agent with their weights, and the reward to compare: its own, its root's, or less a KL penalty."""
+    mine, plan = session.config.agents[agent], session.config.learner_for(agent, window.stage)
+    taught = window.stage.collect == "teacher"
+    samples = [sample for share in shares for sample in share.samples]
+    if plan.compare_with == "parent" and not taught:
+        samples = [sample for share in shares for sample in inherited(share)]
+    mode = "none" if taught or mine.align is None else mine.align
+    rows = align(samples, mode, mine.trajectories_per_rollout, seed=session.config.seed, step=step)
+    penalised = plan.kl_coef > 0.0 and plan.kl_in == "reward" and not taught
+    return session.penalised(agent, window, rows) if penalised else rows

@@ -18,9 +18,11 @@ Worked example, one planner trajectory of two turns (ids are tokens, ``^`` marks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+V = TypeVar("V")
 
 # ---------------------------------------------------------------- identity
 
@@ -265,18 +267,57 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What a learner takes of one group: its agent's samples, and what every one of the K rollouts was worth.
+
+    ``roots`` holds the root's reward by rollout index, None where it is unknown: K and d_k can be counted, and a
+    sub-agent can inherit the planner's advantage, without the planner's trajectories.
+    """
+
+    group: int
+    samples: tuple[Sample, ...]
+    roots: Mapping[int, float | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One token sequence to learn from. Lengths of the four sequences are equal.
+    """One token sequence to learn from: consecutive ``turns`` of a trajectory, the first of which is ``first_turn``.
 
     A trajectory gives one row, or several where its template rewrote history (``segment``). ``weight`` is the
-    alignment weight of the trajectory, shared out over its segments.
+    alignment weight of the trajectory, shared out over its segments. The properties below give one value per token
+    and are made anew on every call: statistics need none of them.
     """
 
     id: TrajectoryId
     segment: int
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]  # True where the token was sampled
-    logprobs: tuple[float, ...]  # of the engine, 0.0 where not sampled
-    versions: tuple[int, ...]  # of the weights that sampled each token, -1 where not sampled
+    turns: tuple[Turn, ...]
     reward: float
     weight: float = 1.0
+    first_turn: int = 0
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled tokens, the trained ones."""
+        return sum([len(turn.token_ids) for turn in self.turns])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(id for turn in self.turns for id in (*turn.context_ids, *turn.token_ids))
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """True where the token was sampled."""
+        return self._spread(False, lambda turn: (True,) * len(turn.token_ids))
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Of the engine, 0.0 where not sampled."""
+        return self._spread(0.0, lambda turn: turn.logprobs)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the weights that sampled each token, -1 where not sampled."""
+        return self._spread(-1, lambda turn: (turn.version,) * len(turn.token_ids))
+
+    def _spread(self, filler: V, of: Callable[[Turn], tuple[V, ...]]) -> tuple[V, ...]:
+        return tuple(value for turn in self.turns for value in ((filler,) * len(turn.context_ids) + of(turn)))

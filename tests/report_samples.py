@@ -102,8 +102,28 @@ def config_of(**changes: Any) -> Config:
         "tasks": {"type": "world"},
         "evaluation": {"tasks": {"split": "test"}},
         "stages": [
-            {"name": "warmup", "steps": 2, "groups_per_step": 4, "collect": "teacher", "policy_loss": "sft"},
+            {"name": "warmup", "steps": 2, "groups_per_step": 4, "collect": "teacher"},
             {"name": "rl", "steps": 60, "groups_per_step": 16},
         ],
     }
     return resolve(table | changes)
+
+
+def _agent(role: str = "subagent", **options: Any) -> dict[str, Any]:
+    return {"role": role, "model": {"type": "tiny"}, "format": "compact", **options}
+
+
+def team(searcher: dict[str, Any] | None = None, **changes: Any) -> Config:
+    """`config_of` with other settings of the searcher."""
+    planner = _agent("planner", tools=["searcher"])
+    return config_of(
+        agents={"planner": planner, "searcher": _agent(tools=["search", "visit"]) | (searcher or {})}, **changes
+    )
+
+
+def meaning(lines: list[tuple[str, str]], term: str) -> str:
+    """What stands beside ``term``, with what follows it under no term of its own."""
+    terms = [name for name, _ in lines]
+    start = terms.index(term)
+    end = next((i for i in range(start + 1, len(lines)) if terms[i]), len(lines))
+    return " ".join(text for _, text in lines[start:end])

@@ -11,7 +11,6 @@ MODEL = {"type": "tiny", "hidden_size": 32, "intermediate_size": 64, "num_layers
 WARM_UP = {
     "name": "warm_up",
     "collect": "teacher",
-    "policy_loss": "sft",
     "steps": 4,
     "weight_sync_steps": 2,
     "groups_per_step": 3,

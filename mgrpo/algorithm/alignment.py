@@ -15,12 +15,11 @@ Torch-free. Every weight here is an aligned trajectory's; rows of one trajectory
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import groupby, pairwise
+from struct import unpack
 from typing import Literal
-
-import numpy as np
 
 from mgrpo.errors import SamplingEvidenceError
 from mgrpo.types import Row, Sample, TrajectoryId, Turn
@@ -31,24 +30,14 @@ Mode = Literal["weight", "resample", "none"]
 # ---------------------------------------------------------------- how often each invocation counts
 
 
-def multiplicities(
-    counts: Mapping[int, int], d: int, mode: Mode, key: tuple[int | str, ...]
-) -> dict[tuple[int, int], float]:
-    """How often invocation i of rollout k counts, by (k, i), for 0 <= i < counts[k]; dropped ones are absent.
+def multiplicities(count: int, d: int, mode: Mode, key: tuple[int | str, ...]) -> list[float]:
+    """How often each of the ``count`` invocations of one rollout counts; 0 for those that are dropped.
 
-    "weight" and "resample" sum to d over every rollout that made a call; "resample" gives whole numbers drawn from a
-    generator keyed by (*key, k), so that rollouts do not disturb each other. Raises ValueError if d < 1.
+    "weight" and "resample" sum to d unless count is 0; "resample" gives whole numbers drawn from a generator keyed by
+    ``key``, so that rollouts do not disturb each other. Raises ValueError if d < 1.
     """
     if d < 1:
         raise ValueError(f"the alignment target d is {d}; trajectories_per_rollout must be at least 1")
-    result: dict[tuple[int, int], float] = {}
-    for rollout, count in counts.items():
-        shares = _shares(count, d, mode, (*key, rollout))
-        result.update({(rollout, i): share for i, share in enumerate(shares) if share})
-    return result
-
-
-def _shares(count: int, d: int, mode: Mode, key: tuple[int | str, ...]) -> list[float]:
     if mode == "none" or count == 0:
         return [1.0] * count
     if mode == "weight":
@@ -58,18 +47,21 @@ def _shares(count: int, d: int, mode: Mode, key: tuple[int | str, ...]) -> list[
 
 def _resampled(count: int, d: int, key: tuple[int | str, ...]) -> list[float]:
     """d - count extra draws with replacement, or d of count without: the paper's alignment, as multiplicities."""
-    raw = _random_bits(max(count, d), key)
+    words = _random_words(max(count, d), key)
     if count >= d:
-        kept = set(np.argsort(raw, kind="stable")[:d].tolist())
+        kept = set(sorted(range(count), key=words.__getitem__)[:d])
         return [float(i in kept) for i in range(count)]
-    extra = np.bincount((raw[: d - count] % count).astype(np.int64), minlength=count)
-    return [1.0 + float(n) for n in extra]
+    shares = [1.0] * count
+    for word in words[: d - count]:
+        shares[word % count] += 1.0
+    return shares
 
 
-def _random_bits(size: int, key: tuple[int | str, ...]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Raw Philox output, which numpy keeps stable across versions (its Generator methods are not)."""
-    digest = blake2b("\x1f".join(map(str, key)).encode(), digest_size=16).digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
+def _random_words(size: int, key: tuple[int | str, ...]) -> list[int]:
+    """At least ``size`` random 64-bit numbers: BLAKE2b in counter mode, the same on every machine and version."""
+    name = "\x1f".join(map(str, key))
+    blocks = (blake2b(f"{name}\x1f{block}".encode()).digest() for block in range(math.ceil(size / 8)))
+    return [word for block in blocks for word in unpack("<8Q", block)]
 
 
 def recommended_d(counts: Iterable[int], quantile: float = 0.99) -> int:
@@ -91,12 +83,23 @@ def align(samples: Sequence[Sample], mode: Mode, d: int | None, *, seed: int, st
     agent that is not aligned (the planner); a tree's root always has weight 1. Draws are keyed by
     (seed, step, group, agent, rollout). Raises ValueError for several agents or two samples of one id.
     """
-    known = sorted((s for s in samples if _is_known(s)), key=lambda sample: sample.trajectory.id)
+    known = sorted(filter(_is_known, samples), key=lambda sample: _key(sample.trajectory.id))
     _check_identity(known)
-    weights = {s.trajectory.id: 1.0 for s in known}
-    if d is not None and mode != "none":
-        weights |= _weights([s.trajectory.id for s in known if s.trajectory.parent is not None], mode, d, seed, step)
-    return [row for s in known if weights[s.trajectory.id] for row in rows_of(s, weights[s.trajectory.id])]
+    rows: list[Row] = []
+    for (group, rollout), run in groupby(known, key=lambda sample: _key(sample.trajectory.id)[:2]):
+        members = list(run)
+        calls = [sample for sample in members if sample.trajectory.parent is not None]
+        agent = members[0].trajectory.id.agent
+        key = (seed, step, group, agent, rollout)
+        shares = iter(() if d is None else multiplicities(len(calls), d, mode, key))
+        for sample in members:
+            weight = 1.0 if sample.trajectory.parent is None or d is None else next(shares)
+            rows += rows_of(sample, weight) if weight else ()
+    return rows
+
+
+def _key(id: TrajectoryId) -> tuple[int, int, str, int]:
+    return id.group, id.rollout, id.agent, id.invocation  # compares faster than the ids themselves
 
 
 def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
@@ -108,58 +111,36 @@ def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
     trajectory, reward = sample.trajectory, sample.reward.value
     if reward is None:
         raise ValueError(f"{trajectory.id}: its reward is unknown ({sample.reward.cause}); leave it out before rows")
-    segments: list[list[Turn]] = []
+    starts = [0]
     for index, turn in enumerate(trajectory.turns):
         if len(turn.logprobs) != len(turn.token_ids):
             lengths = f"{len(turn.token_ids)} sampled tokens but {len(turn.logprobs)} log-probabilities"
             raise SamplingEvidenceError(f"{trajectory.id} turn {index}: {lengths}; exclude the trajectory")
-        if turn.new_row or not segments:
-            segments.append([])
-        segments[-1].append(turn)
-    sampled = [sum(len(turn.token_ids) for turn in turns) for turns in segments]
-    total = sum(sampled)
+        if turn.new_row and index:
+            starts.append(index)
+    if len(starts) == 1:
+        return [Row(trajectory.id, 0, trajectory.turns, reward, weight)] if _sampled(trajectory.turns) else []
+    parts = [trajectory.turns[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    total = _sampled(trajectory.turns)
     return [
-        _row(trajectory.id, segment, turns, reward, weight * (sampled[segment] / total))
-        for segment, turns in enumerate(segments)
-        if sampled[segment]
+        Row(trajectory.id, segment, turns, reward, weight * (n / total), first)
+        for segment, (first, turns) in enumerate(zip(starts, parts, strict=True))
+        if (n := _sampled(turns))
     ]
 
 
-def _row(id: TrajectoryId, segment: int, turns: Sequence[Turn], reward: float, weight: float) -> Row:
-    token_ids: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for turn in turns:
-        given, sampled = len(turn.context_ids), len(turn.token_ids)
-        token_ids += turn.context_ids + turn.token_ids
-        loss_mask += [False] * given + [True] * sampled
-        logprobs += [0.0] * given + [*turn.logprobs]
-        versions += [-1] * given + [turn.version] * sampled
-    return Row(id, segment, tuple(token_ids), tuple(loss_mask), tuple(logprobs), tuple(versions), reward, weight)
-
-
-def _weights(ids: Sequence[TrajectoryId], mode: Mode, d: int, seed: int, step: int) -> dict[TrajectoryId, float]:
-    """The weight of each of ``ids``, which are in order, so that an invocation's index is its rank; 0 if dropped."""
-    groups: dict[tuple[int, str], dict[int, list[TrajectoryId]]] = {}
-    for id in ids:
-        groups.setdefault((id.group, id.agent), {}).setdefault(id.rollout, []).append(id)
-    weights = dict.fromkeys(ids, 0.0)
-    for (group, agent), rollouts in groups.items():
-        counts = {rollout: len(members) for rollout, members in rollouts.items()}
-        for (rollout, i), weight in multiplicities(counts, d, mode, (seed, step, group, agent)).items():
-            weights[rollouts[rollout][i]] = weight
-    return weights
+def _sampled(turns: Sequence[Turn]) -> int:
+    return sum([len(turn.token_ids) for turn in turns])
 
 
 def _is_known(sample: Sample) -> bool:
     return sample.reward.value is not None and any(turn.token_ids for turn in sample.trajectory.turns)
 
 
-def _check_identity(samples: Sequence[Sample]) -> None:
-    agents = sorted({s.trajectory.id.agent for s in samples})
-    if len(agents) > 1:
-        raise ValueError(f"samples of several agents {agents}; align one agent at a time")
-    repeated = [str(id) for id, n in Counter(s.trajectory.id for s in samples).items() if n > 1]
-    if repeated:
+def _check_identity(known: Sequence[Sample]) -> None:
+    """``known`` are in order of id."""
+    ids = [sample.trajectory.id for sample in known]
+    if len(agents := {id.agent for id in ids}) > 1:
+        raise ValueError(f"samples of several agents {sorted(agents)}; align one agent at a time")
+    if repeated := [str(id) for id, next_ in pairwise(ids) if id == next_]:
         raise ValueError(f"two samples share an id: {', '.join(repeated[:3])}; take each trajectory once")

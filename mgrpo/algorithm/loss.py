@@ -1,60 +1,52 @@
-"""The clipped surrogate and the supervised loss, as plain sums over sampled tokens (equations 14 to 17, token-level).
+"""The policy losses, as plain sums over sampled tokens (equations 14 to 17 of M-GRPO, arXiv 2511.13288).
 
-    ratio_t = pi_theta(token_t) / pi_old(token_t)
-    J_t     = min(ratio_t * A, clip(ratio_t, 1 - low, 1 + high) * A)
-    loss    = - sum_t coefficient_t * J_t
+    loss = sum_t c_t ( w_t * L_t + kl_coef * KL_t - entropy_coef * H_t )
 
-Coefficients hold the alignment weights and the optimiser step's denominators, so the losses of micro-batches are added,
-never averaged.
+    ppo         L = - min(r A, clip(r, 1 - low, 1 + high) A)     where A < 0, at most - clip_ratio_c A (dual clip)
+    cispo       L = - sg[clip(r, 1 - low, 1 + high)] A log pi
+    reinforce   L = - A log pi
+    sft         L = - log pi
+
+r = pi / pi_old per token, or per sequence exp(mean over the row's tokens of log r) (GSPO); sg stops the gradient.
+pi_old is the learner before its update where ``rollout_is`` corrects for the behaviour policy by w (correction.py),
+else the behaviour policy itself. The coefficients c hold weights and denominators (coefficients.py). Tensors are [N].
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mgrpo.algorithm.correction import Level, is_weights, log_ratio, row_means
 from mgrpo.algorithm.packing import Batch
-from mgrpo.types import Row, TrajectoryId
 
-LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
-
-# Keeps exp and its gradient finite in float32; a policy this far from its sampler is outside any clip range.
-MAX_LOG_RATIO = 20.0
+PolicyLoss = Literal["ppo", "cispo", "reinforce", "sft"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
-def token_coefficients(rows: Sequence[Row], loss_agg_mode: LossAggMode = "seq-mean-token-mean") -> list[float]:
-    """What one sampled token of each row counts in the loss, so that the loss is a plain sum over tokens.
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The options of a loss, under the field's names; the defaults are M-GRPO's."""
 
-    ``rows`` are those of the whole optimiser step: the denominators are global, and any split into micro-batches adds
-    up to the same gradient. With trajectory i of weight w_i and n_i sampled tokens, one token of it counts
-    w_i / (n_i * sum w) for "seq-mean-token-mean" (equations 14 and 16), w_i / sum(w * n) for "token-mean", w_i / sum w
-    for "seq-mean-token-sum"; rows of one trajectory share its w. Rows without sampled tokens count 0 everywhere.
-    """
-    sampled = [row.loss_mask.count(True) for row in rows]
-    if loss_agg_mode == "seq-mean-token-mean":
-        numerators = [row.weight / n if n else 0.0 for row, n in zip(rows, sampled, strict=True)]
-    else:
-        numerators = _trajectory_weights(rows, sampled)
-    if loss_agg_mode == "token-mean":
-        denominator = math.fsum(w * n for w, n in zip(numerators, sampled, strict=True))
-    else:
-        denominator = math.fsum(row.weight for row, n in zip(rows, sampled, strict=True) if n)
-    return [w / denominator if w else 0.0 for w in numerators]
+    policy_loss: PolicyLoss = "ppo"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = None
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    kl_coef: float = 0.0  # of the term in the loss
+    kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
+    rollout_is: Level = "none"
+    rollout_is_threshold: float = 2.0
 
-
-def _trajectory_weights(rows: Sequence[Row], sampled: Sequence[int]) -> list[float]:
-    """Undo the sharing of `rows_of`: a row holding n of its trajectory's N tokens carries n / N of the weight."""
-    segments = {(row.id, row.segment): n for row, n in zip(rows, sampled, strict=True)}
-    totals: Counter[TrajectoryId] = Counter()
-    for (id, _), n in segments.items():
-        totals[id] += n
-    return [row.weight * totals[row.id] / n if n else 0.0 for row, n in zip(rows, sampled, strict=True)]
+    @property
+    def only_advantages(self) -> bool:
+        """Whether a token of advantage 0 has no gradient."""
+        return self.policy_loss != "sft" and self.kl_coef == 0.0 and self.entropy_coef == 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,51 +72,89 @@ class TokenSums:
         return {name: total / self.tokens for name, total in self.sums.items()} | dict(self.maxima)
 
 
-def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log(pi_theta / pi_old) per token, any shape, clamped to +-20."""
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def clipped_surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_ratio_low: float, clip_ratio_high: float
-) -> Tensor:
-    """The objective J_t of each token (to be maximised), same shape as the inputs."""
-    ratio = log_ratio(logprobs, old_logprobs).exp()
-    clipped = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    return torch.minimum(ratio * advantages, clipped * advantages)
-
-
-def policy_loss(
-    logprobs: Tensor, batch: Batch, clip_ratio_low: float, clip_ratio_high: float
-) -> tuple[Tensor, TokenSums]:
+def objective_loss(logprobs: Tensor, entropy: Tensor, batch: Batch, objective: Objective) -> tuple[Tensor, TokenSums]:
     """The micro-batch's share of the loss (a scalar) and its metrics.
 
-    ``logprobs`` is [B, T]: position t holds log pi_theta(token t | tokens before t); off targets it is never read, so
-    padding and NaN there change nothing. Metrics: clip_fraction (tokens whose gradient the clip removed), approx_kl
-    (k3 estimate of KL(old || new), nats per token), logprob_abs_diff (engine against trainer, nats), ratio_max. They
-    are over the batch's targets: rows that `pack` dropped for an advantage of 0 are not in them.
+    ``logprobs`` is log pi(token) of the batch's targets, ``entropy`` that of the distribution it was drawn from (nats);
+    its gradient is used only with ``entropy_coef``. Metrics are over the batch's targets, so rows that `pack` dropped
+    for an advantage of 0 are not in them; metrics_log.py explains them.
     """
-    new, old, advantages = logprobs[batch.targets], batch.old_logprobs[batch.targets], batch.advantages[batch.targets]
-    objective = clipped_surrogate(new, old, advantages, clip_ratio_low, clip_ratio_high)
-    loss = -(batch.coefficients[batch.targets] * objective).sum()
-    return loss, _policy_sums(new.detach(), old, advantages, clip_ratio_low, clip_ratio_high)
+    old = _old(logprobs, batch, objective)
+    per_token = token_loss(logprobs, old, batch.advantages, batch.row, objective)
+    weights = is_weights(old, batch.behaviour_logprobs, batch.row, objective.rollout_is, objective.rollout_is_threshold)
+    total = weights * per_token
+    sums = {"entropy": entropy.detach().sum()}
+    if batch.ref_logprobs is not None:
+        kl = kl_estimate(logprobs, batch.ref_logprobs, objective.kl_estimator)
+        total = total + objective.kl_coef * kl
+        sums["kl"] = kl.detach().sum()
+    if objective.entropy_coef:
+        total = total - objective.entropy_coef * entropy
+    if objective.rollout_is != "none":
+        sums["rollout_is_mean"] = weights.sum()
+    return (batch.coefficients * total).sum(), _metrics(logprobs.detach(), old, batch, objective, sums)
 
 
-def sft_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, TokenSums]:
-    """Supervised: - sum of coefficient * log pi_theta over the batch's targets, ``logprobs`` as for `policy_loss`."""
-    new = logprobs[batch.targets]
-    loss = -(batch.coefficients[batch.targets] * new).sum()
-    return loss, TokenSums(new.numel(), {"nll": float(-new.detach().sum())})
+def token_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, row: Tensor, objective: Objective) -> Tensor:
+    """L of each token; ``row`` says which sequence it is in."""
+    if objective.policy_loss == "sft":
+        return -logprobs
+    if objective.policy_loss == "reinforce":
+        return -advantages * logprobs
+    ratio = policy_ratio(logprobs, old, row, objective.importance_sampling_level)
+    clipped = ratio.clamp(1.0 - objective.clip_ratio_low, 1.0 + objective.clip_ratio_high)
+    if objective.policy_loss == "cispo":
+        return -clipped.detach() * advantages * logprobs
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    if objective.clip_ratio_c is not None:
+        bounded = torch.maximum(surrogate, objective.clip_ratio_c * advantages)
+        surrogate = torch.where(advantages < 0.0, bounded, surrogate)
+    return -surrogate
 
 
-def _policy_sums(new: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> TokenSums:
+def policy_ratio(logprobs: Tensor, old: Tensor, row: Tensor, level: Literal["token", "sequence"]) -> Tensor:
+    """r of each token, or of its row: the geometric mean of the row's token ratios (GSPO, arXiv 2507.18071)."""
+    log_r = log_ratio(logprobs, old)
+    return (log_r if level == "token" else row_means(log_r, row)).exp()
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """KL(pi || ref) of each sampled token, by Schulman's estimators: k1 = log pi - log ref, k2 = k1^2 / 2,
+    k3 = exp(-k1) - 1 + k1. In expectation over pi all agree to second order; k2 and k3 are never negative."""
+    k1 = log_ratio(logprobs, ref_logprobs)
+    if estimator == "k1":
+        return k1
+    return k1.square() / 2.0 if estimator == "k2" else torch.expm1(-k1) + k1
+
+
+def _old(logprobs: Tensor, batch: Batch, objective: Objective) -> Tensor:
+    if objective.rollout_is == "none":
+        return batch.behaviour_logprobs
+    return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+
+
+def _metrics(new: Tensor, old: Tensor, batch: Batch, objective: Objective, sums: dict[str, Tensor]) -> TokenSums:
     if new.numel() == 0:
         return TokenSums()
+    if objective.policy_loss == "sft":
+        sums["nll"] = -new.sum()
+        return TokenSums(new.numel(), _floats(sums))
     log_r = log_ratio(new, old)
-    ratio = log_r.exp()
-    clipped = ((ratio > 1.0 + high) & (advantages > 0)) | ((ratio < 1.0 - low) & (advantages < 0))
-    k3 = ratio - 1.0 - log_r
-    values = torch.stack([clipped.sum(), k3.sum(), (new - old).abs().sum(), ratio.max()])
-    clip, kl, diff, ratio_max = (float(value) for value in values.tolist())
-    sums = {"clip_fraction": clip, "approx_kl": kl, "logprob_abs_diff": diff}
-    return TokenSums(new.numel(), sums, {"ratio_max": ratio_max})
+    before = new if batch.old_logprobs is None else batch.old_logprobs
+    mismatch = log_ratio(before, batch.behaviour_logprobs)
+    sums["approx_kl"] = (torch.expm1(log_r) - log_r).sum()
+    sums["rollout_kl"] = (torch.expm1(mismatch) - mismatch).sum()
+    sums["logprob_abs_diff"] = (before - batch.behaviour_logprobs).abs().sum()
+    maxima = {"ratio_max": log_r.exp().max()}
+    if objective.policy_loss != "reinforce":
+        ratio = policy_ratio(new, old, batch.row, objective.importance_sampling_level)
+        above = (ratio > 1.0 + objective.clip_ratio_high) & (batch.advantages > 0.0)
+        below = (ratio < 1.0 - objective.clip_ratio_low) & (batch.advantages < 0.0)
+        sums["clip_fraction"] = (above | below).sum()
+    return TokenSums(new.numel(), _floats(sums), _floats(maxima))
+
+
+def _floats(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """One transfer from the device for all of them."""
+    names = list(values)
+    return dict(zip(names, torch.stack([values[name].double() for name in names]).tolist(), strict=True))

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.config.model import Config, LearnerConfig, StageConfig
+from mgrpo.config.model import COMPARISON, Config, LearnerConfig, StageConfig
+from mgrpo.config.presets import PRESETS
 from mgrpo.config.registry import settings
 from mgrpo.errors import ConfigError
 
-_PPO_ONLY = frozenset({"clip_ratio_low", "clip_ratio_high", "scale_rewards"})
+Works = Callable[[LearnerConfig], bool]
+_RL: Works = lambda plan: plan.policy_loss != "sft"  # noqa: E731
+_CLIPS: Works = lambda plan: plan.policy_loss in ("ppo", "cispo")  # noqa: E731
+_PPO: Works = lambda plan: plan.policy_loss == "ppo"  # noqa: E731
+# key of a learner table -> where it does something, and the words for where it does not
+_NEEDS: Mapping[str, tuple[Works, str]] = {
+    **dict.fromkeys(COMPARISON, (_RL, "with policy_loss = 'sft'")),
+    **dict.fromkeys(("entropy_coef", "kl_coef", "rollout_is", "rollout_rs"), (_RL, "with policy_loss = 'sft'")),
+    **dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), (_CLIPS, "with policy_loss = 'reinforce' or 'sft'")),
+    **dict.fromkeys(("clip_ratio_c", "importance_sampling_level"), (_PPO, "unless policy_loss = 'ppo'")),
+    "std_unbiased": (lambda plan: _RL(plan) and plan.scale_rewards != "none", "with scale_rewards = 'none'"),
+    "kl_estimator": (lambda plan: plan.kl_coef > 0, "with kl_coef = 0"),
+    "kl_in": (
+        lambda plan: plan.kl_coef > 0 and not (plan.kl_in == "reward" and plan.compare_with == "parent"),
+        "with kl_coef = 0, nor in a reward with compare_with = 'parent'",
+    ),
+    "loss_scale_factor": (
+        lambda plan: plan.loss_agg_mode == "seq-mean-token-sum-norm",
+        "unless loss_agg_mode = 'seq-mean-token-sum-norm'",
+    ),
+    "rollout_is_threshold": (lambda plan: _RL(plan) and plan.rollout_is != "none", "with rollout_is = 'none'"),
+    "rollout_rs_threshold": (lambda plan: _RL(plan) and plan.rollout_rs != "none", "with rollout_rs = 'none'"),
+    "min_lr_ratio": (lambda plan: plan.lr_scheduler != "constant", "with lr_scheduler = 'constant'"),
+}
 _READERS = ("search", "visit")  # built-in tools that read a task's corpus
 
 
@@ -39,12 +63,27 @@ def _check_used(config: Config) -> None:
         if name not in used:
             raise ConfigError(f"agents.{name}: no agent calls it; add it to an agent's tools or remove it")
     for name, agent in config.agents.items():
-        if agent.learner and not agent.trainable:
+        trained = {other for stage in config.stages for other in config.trained(stage)}
+        if agent.learner and not any(config.agents[other].trainable for other in config.sharing(name)):
             raise ConfigError(f"agents.{name}.learner: has no effect with trainable = false; remove one of the two")
-        if agent.learner and not any(name in config.trained(stage) for stage in config.stages):
+        if agent.learner and trained.isdisjoint(config.sharing(name)):
             raise ConfigError(f"agents.{name}.learner: has no effect, since it learns in no stage; remove it")
         if agent.trainable and agent.engine.get("type") == "scripted":
             raise ConfigError(f"agents.{name}.engine: a script cannot learn; set trainable = false")
+        if agent.skill and agent.role == "planner":
+            raise ConfigError(f"agents.{name}.skill: only sub-agents have it; remove it")
+        if agent.skill and all(stage.collect == "team" for stage in config.stages):
+            raise ConfigError(f"agents.{name}.skill: has no effect without a stage of demonstrations; remove it")
+        if agent.overlong_penalty_factor != 1.0 and not agent.overlong_buffer_len:
+            raise ConfigError(
+                f"agents.{name}.overlong_penalty_factor: has no effect with overlong_buffer_len = 0; remove it"
+            )
+        plans = [config.learner_for(name, stage) for stage in config.stages if name in config.trained(stage)]
+        if agent.overlong_buffer_len and plans and all(plan.compare_with == "parent" for plan in plans):
+            raise ConfigError(
+                f"agents.{name}.overlong_buffer_len: has no effect with compare_with = 'parent', which has no reward of"
+                " its own; remove it"
+            )
         if agent.align == "none" and agent.trajectories_per_rollout is not None:
             raise ConfigError(
                 f"agents.{name}.trajectories_per_rollout: has no effect with align = 'none'; remove one of the two"
@@ -54,7 +93,8 @@ def _check_used(config: Config) -> None:
 def _check_stage(config: Config, stage: StageConfig, where: str) -> None:
     if not config.trained(stage):
         raise ConfigError(f"{where}: no agent learns in it; set trainable = true or remove the stage")
-    if stage.policy_loss == "ppo" and config.num_generations(stage) == 1:
+    alone = all(config.learner_for(name, stage).compare_with != "batch" for name in config.trained(stage))
+    if stage.collect == "team" and config.num_generations(stage) == 1 and alone:
         raise ConfigError(
             f"{where}.num_generations: one rollout has none to be compared with, so nothing is learned; take 2 or more"
         )
@@ -94,23 +134,33 @@ def _check_learners(config: Config) -> None:
     """Every learner table has some agent and stage in which all of its keys do something."""
     for index, stage in enumerate(config.stages):
         plans = [config.learner_for(name, stage) for name in config.trained(stage)]
-        _check_table(stage.learner, plans, [stage], f"stages.{index}.learner")
+        _check_table(config, stage.learner, plans, f"stages.{index}.learner")
     for name, agent in config.agents.items():
-        stages = [stage for stage in config.stages if name in config.trained(stage)]
-        _check_table(agent.learner, [config.learner_for(name, s) for s in stages], stages, f"agents.{name}.learner")
+        moved = [(other, stage) for stage in config.stages for other in config.trained(stage)]
+        own = [
+            config.learner_for(other, stage) for other, stage in moved if config.owner(other) == name or other == name
+        ]
+        _check_table(config, agent.learner, own, f"agents.{name}.learner")
     every = [config.learner_for(name, stage) for stage in config.stages for name in config.trained(stage)]
-    changed = config.learner.model_dump(exclude_defaults=True)
-    _check_table(changed, every, config.stages, "learner")
+    _check_table(config, config.learner.model_dump(exclude_defaults=True), every, "learner")
+    if not config.filter_groups.enable:
+        for key in config.filter_groups.model_dump(exclude_defaults=True).keys() - PRESETS[config.preset].filter_groups:
+            raise ConfigError(f"filter_groups.{key}: has no effect with enable = false; remove it")
 
 
-def _check_table(
-    table: Mapping[str, Any], plans: Sequence[LearnerConfig], stages: Sequence[StageConfig], where: str
-) -> None:
-    """``plans`` are what becomes of ``table`` where it counts, ``stages`` those in which it does."""
-    if all(stage.policy_loss == "sft" for stage in stages) and (inert := _PPO_ONLY & table.keys()):
-        raise ConfigError(f"{where}.{min(inert)}: has no effect with policy_loss = 'sft'; remove it")
-    if table.get("min_lr_ratio") and all(plan.lr_scheduler == "constant" for plan in plans):
-        raise ConfigError(f"{where}.min_lr_ratio: has no effect with lr_scheduler = 'constant'; remove it")
+def _check_table(config: Config, table: Mapping[str, Any], plans: Sequence[LearnerConfig], where: str) -> None:
+    """``plans`` are what becomes of ``table`` where it counts. What the preset says may be overruled in part."""
+    given = PRESETS[config.preset].learner
+    for key in sorted(table):
+        works, words = _NEEDS.get(key, (None, ""))
+        if key in given and table[key] == given[key]:
+            continue
+        if works is not None and not any(map(works, plans)):
+            if plans and all(plan.policy_loss == "sft" for plan in plans) and key != "min_lr_ratio":
+                words = "with policy_loss = 'sft'"
+            raise ConfigError(f"{where}.{key}: has no effect {words}; remove it")
+        if key == "loss_denominator" and not any(agent.share_weights_with for agent in config.agents.values()):
+            raise ConfigError(f"{where}.{key}: has no effect where no agents share weights; remove it")
 
 
 def _check_unseen(config: Config, own: Mapping[str, Any], where: str) -> None:

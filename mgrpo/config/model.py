@@ -26,7 +26,10 @@ class TinyModel(Strict):
 
 
 class LearnerConfig(Strict):
-    """How one agent's weights move. Set under [learner] for all agents, [agents.NAME.learner] or [stages.learner]."""
+    """How one agent's weights move. Set under [learner] for all agents, [agents.NAME.learner] or [stages.learner].
+
+    docs/algorithm.md explains every option of the objective; `mgrpo plan` prints what they come to.
+    """
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(1e-6, gt=0)
@@ -36,28 +39,84 @@ class LearnerConfig(Strict):
     adam_betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    clip_ratio_low: float = Field(0.2, gt=0)
-    clip_ratio_high: float = Field(0.2, gt=0)
-    loss_agg_mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"] = "seq-mean-token-mean"
-    scale_rewards: Literal["group", "none"] = "group"
     max_tokens_per_microbatch: int = Field(4096, gt=0)
     max_skipped_steps: int = Field(5, gt=0, description="abort after so many non-finite gradients in a row")
+    num_minibatches: int = Field(1, gt=0, description="optimiser steps that the groups of a step are split into")
+    num_iterations: int = Field(1, gt=0, description="passes over the groups of a step")
+
+    compare_with: Literal["query", "agent", "agent_turn", "batch", "parent"] = "agent"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    std_unbiased: bool = False
+    leave_one_out: bool = False
+    whiten_advantages: bool = False
+
+    policy_loss: Literal["ppo", "cispo", "reinforce", "sft"] = Field("ppo", description="demonstrations: always sft")
+    clip_ratio_low: float = Field(0.2, gt=0)
+    clip_ratio_high: float = Field(0.2, gt=0)
+    clip_ratio_c: float | None = Field(None, gt=1, description="dual clip; off unless set, 3.0 is usual")
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    loss_agg_mode: Literal[
+        "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean", "rollout-mean"
+    ] = "seq-mean-token-mean"
+    loss_scale_factor: float | None = Field(
+        None, gt=0, description="the constant of seq-mean-token-sum-norm; default: the most tokens of a trajectory"
+    )
+    loss_denominator: Literal["agent", "weights"] = Field(
+        "agent", description="over one agent's rows, or over those of all agents that share the weights"
+    )
+    kl_coef: float = Field(0.0, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = Field(0.0, ge=0)
+    rollout_is: Literal["none", "token", "sequence"] | None = Field(
+        None, description="default: none for engines that are the learner's own code, else token"
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0)
+    rollout_rs: Literal["none", "token", "sequence"] = "none"
+    rollout_rs_threshold: tuple[float, float] = (0.5, 5.0)
 
     @model_validator(mode="before")
     @classmethod
     def _field_names(cls, values: Any) -> Any:
-        peers = {"epsilon": "clip_ratio_low", "epsilon_high": "clip_ratio_high", "lr": "learning_rate"}
-        for theirs, ours in peers.items():
+        for theirs, ours in _PEERS.items():
             if isinstance(values, dict) and theirs in values:
                 raise ValueError(f"{theirs}: unknown key; here it is called {ours}")
         return values
+
+    @model_validator(mode="after")
+    def _bounds(self) -> LearnerConfig:
+        low, high = self.rollout_rs_threshold
+        if not 0 <= low < high:
+            raise ValueError(f"rollout_rs_threshold: must be [low, high] with 0 <= low < high, got [{low:g}, {high:g}]")
+        return self
+
+
+# What other trainers call a key -> its name here.
+_PEERS = {
+    "epsilon": "clip_ratio_low",
+    "epsilon_high": "clip_ratio_high",
+    "clip_ratio": "clip_ratio_low (and clip_ratio_high)",
+    "eps_clip": "clip_ratio_low",
+    "delta": "clip_ratio_c",
+    "lr": "learning_rate",
+    "beta": "kl_coef",
+    "kl_loss_coef": "kl_coef",
+    "kl_loss_type": "kl_estimator",
+    "entropy_coeff": "entropy_coef",
+    "loss_type": "policy_loss and loss_agg_mode",
+    "adv_estimator": "compare_with, scale_rewards and leave_one_out",
+}
+# Options of the comparison are each agent's own, also where agents share weights; all others belong to the weights.
+COMPARISON = ("compare_with", "scale_rewards", "std_unbiased", "leave_one_out", "whiten_advantages")
 
 
 class AgentConfig(Strict):
     """One agent: its model, its tools, its limits, and how its rows are aligned and rewarded."""
 
     role: Literal["planner", "subagent"]
-    model: str | TinyModel
+    model: str | TinyModel | None = None
+    share_weights_with: str | None = Field(None, description="an agent whose model this one is, instead of a model")
+    skill: str = Field("", description="what a scripted teacher plays a sub-agent as, e.g. comparer")
     engine: dict[str, Any] = {"type": "local"}
     format: Literal["hermes", "compact"] = "hermes"
     prompt: str = Field("", description="the system prompt, or the path of a .md or .txt file that holds it")
@@ -74,10 +133,25 @@ class AgentConfig(Strict):
     max_tool_response_tokens: int = Field(512, gt=0)
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 = off")
+    min_p: float = Field(0.0, ge=0, lt=1)
+    overlong_buffer_len: int = Field(0, ge=0, description="tokens below max_tokens_per_turn in which a penalty grows")
+    overlong_penalty_factor: float = Field(1.0, gt=0)
+    mask_truncated: bool = Field(False, description="trajectories that a limit cut off leave statistics and loss")
     learner: dict[str, Any] = {}
+
+    @property
+    def most_tokens(self) -> int:
+        """What a trajectory can sample, the forced final turn included."""
+        return min(self.max_context, self.max_tokens_per_turn * (self.max_turns + 1))
 
     @model_validator(mode="after")
     def _role_options(self) -> AgentConfig:
+        if (self.model is None) == (self.share_weights_with is None):
+            raise ValueError("model: give a model folder, a tiny model, or share_weights_with = 'AGENT'; one of them")
+        if self.overlong_buffer_len > self.max_tokens_per_turn:
+            raise ValueError(f"overlong_buffer_len: must not exceed max_tokens_per_turn = {self.max_tokens_per_turn}")
         if self.role == "planner":
             for key in ("trajectories_per_rollout", "align"):
                 if getattr(self, key) is not None:
@@ -104,8 +178,7 @@ class StageConfig(Strict):
     steps: int = Field(gt=0)
     groups_per_step: int = Field(gt=0)
     num_generations: int | None = Field(None, gt=0, description="default: the planner's; 1 for demonstrations")
-    collect: Literal["team", "teacher"] = "team"
-    policy_loss: Literal["ppo", "sft"] = Field("ppo", description="default: sft for demonstrations, else ppo")
+    collect: Literal["team", "teacher"] = Field("team", description="teacher: demonstrations, learned by sft")
     weight_sync_steps: int = Field(1, gt=0)
     tasks: dict[str, Any] = {}
     learner: dict[str, Any] = {}
@@ -114,21 +187,26 @@ class StageConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_demonstrations(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "policy_loss" in values:
+            raise ValueError("policy_loss: unknown key here; it stands in stages.learner, and demonstrations need none")
         taught = isinstance(values, dict) and values.get("collect") == "teacher"
-        return {"policy_loss": "sft", "num_generations": 1} | values if taught else values
+        return {"num_generations": 1} | values if taught else values
 
     @model_validator(mode="after")
-    def _loss_fits(self) -> StageConfig:
-        if (self.collect == "teacher") != (self.policy_loss == "sft"):
-            raise ValueError(
-                f"policy_loss: {self.policy_loss!r} cannot learn from collect = {self.collect!r};"
-                " demonstrations (teacher) need sft, the team's own rollouts need ppo"
-            )
+    def _synchronous(self) -> StageConfig:
         if self.collect == "team" and self.weight_sync_steps != 1:
             raise ValueError("weight_sync_steps: more than 1 is for demonstrations; rollouts need the newest weights")
         if self.steps % self.weight_sync_steps:
             raise ValueError(f"weight_sync_steps: {self.weight_sync_steps} does not divide steps = {self.steps}")
         return self
+
+
+class FilterGroups(Strict):
+    """Dynamic sampling (DAPO): questions whose rollouts are all worth the same are replaced by others."""
+
+    enable: bool = False
+    metric: str = Field("reward", description="of the root, before shaping: reward, or a part of it such as correct")
+    max_num_gen_batches: int = Field(10, gt=0, description="then what there is is trained on")
 
 
 class EvaluationConfig(Strict):
@@ -147,7 +225,7 @@ class Config(Strict):
     """The root. `mgrpo plan RECIPE` prints what it means."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="also names the default run folder")
-    preset: Literal["m_grpo"] = "m_grpo"
+    preset: str = "m_grpo"
     seed: int = 0
     threads: int | None = Field(None, gt=0, description="torch threads; default: all cores of where the run begins")
     agents: dict[str, AgentConfig]
@@ -156,7 +234,9 @@ class Config(Strict):
     reward: str | None = Field(
         None, description="import path module:function, called like mgrpo.algorithm.rewards.rewards, in its place"
     )
+    expert: dict[str, Any] = Field({"type": "gold"}, description="who grades sub-answers: gold, rule, judge, ...")
     rollout: RolloutConfig = RolloutConfig()
+    filter_groups: FilterGroups = FilterGroups()
     learner: LearnerConfig = LearnerConfig()
     stages: tuple[StageConfig, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -180,15 +260,46 @@ class Config(Strict):
         """[tasks] with the keys of a stage or evaluation on top; a table that names another type stands alone."""
         return dict(own) if own.get("type", self.tasks.get("type")) != self.tasks.get("type") else {**self.tasks, **own}
 
+    def owner(self, agent: str) -> str:
+        """The agent whose weights ``agent`` uses: itself, unless it shares those of another."""
+        return self.agents[agent].share_weights_with or agent
+
+    def sharing(self, owner: str) -> tuple[str, ...]:
+        """The agents that use the weights of ``owner``, itself first."""
+        return (owner, *(name for name, agent in self.agents.items() if agent.share_weights_with == owner))
+
     def learner_for(self, agent: str, stage: StageConfig) -> LearnerConfig:
-        """[learner], then [agents.NAME.learner], then [stages.learner]; the later table wins."""
-        merged = self.learner.model_dump() | self.agents[agent].learner | stage.learner
+        """[learner], then [agents.NAME.learner], then [stages.learner]; the later table wins.
+
+        An agent that shares weights has those options of their owner that are not about the comparison. The loss of
+        demonstrations and the correction for the engine are filled in.
+        """
+        owner = self.owner(agent)
+        lent = self.agents[owner].learner
+        if owner != agent:
+            lent = {key: value for key, value in lent.items() if key not in COMPARISON} | self.agents[agent].learner
+        merged = self.learner.model_dump() | lent | stage.learner
+        if stage.collect == "teacher":
+            merged["policy_loss"] = "sft"
+        if merged["rollout_is"] is None:
+            merged["rollout_is"] = "none" if self._same_code(owner) else "token"
         return LearnerConfig.model_validate(merged)
+
+    def _same_code(self, agent: str) -> bool:
+        """Whether the engine computes probabilities with the learner's own code and precision."""
+        engine = self.agents[agent].engine
+        return engine.get("type") == "local" and engine.get("dtype", "float32") == "float32"
 
     def num_generations(self, stage: StageConfig) -> int:
         return stage.num_generations or self.agents[self.planner].num_generations or 8
 
     def trained(self, stage: StageConfig) -> tuple[str, ...]:
-        """Agents that learn in this stage, in recipe order."""
+        """Agents whose trajectories are learned from in this stage, in recipe order."""
         chosen = stage.train if stage.train is not None else tuple(self.agents)
         return tuple(name for name in self.agents if name in chosen and self.agents[name].trainable)
+
+    @property
+    def learners(self) -> tuple[str, ...]:
+        """Agents that own weights which move in some stage, in recipe order."""
+        moved = {self.owner(name) for name, agent in self.agents.items() if agent.trainable}
+        return tuple(name for name in self.agents if name in moved)

@@ -21,6 +21,12 @@ from mgrpo.errors import ConfigError
 BUILTIN: Mapping[str, Mapping[str, str]] = {
     "tasks": {"world": "mgrpo.tasks.world:Settings", "jsonl": "mgrpo.tasks.jsonl:Settings"},
     "tool": {"search": "mgrpo.tools.search:Settings", "visit": "mgrpo.tools.visit:Settings"},
+    "expert": {
+        "gold": "mgrpo.tasks.expert:Gold",
+        "rule": "mgrpo.tasks.expert:Rule",
+        "judge": "mgrpo.tasks.judge:Settings",
+    },
+    "chat_engine": {"openai": "mgrpo.engines.openai:Settings"},
     "engine": {"local": "mgrpo.engines.local:Settings", "scripted": "mgrpo.engines.scripted:Settings"},
     "tracker": {
         "tensorboard": "mgrpo.report.trackers:TensorBoard",
@@ -30,8 +36,9 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
 }
 
 # What the program hands to a part when it is built, beside the keys of its table: tasks get the run's seed, engines
-# the model's folder and the function that writes a reply as token ids, trackers the run's folder and config.
-OFFERED = frozenset({"seed", "folder", "encode", "config"})
+# the model's folder and the function that writes a reply as token ids, trackers the run's folder and config, experts
+# the task source.
+OFFERED = frozenset({"seed", "folder", "encode", "config", "source"})
 # Names of the alternatives `str | TinyModel`, which pydantic puts into the path of an error.
 _UNION_BRANCHES = frozenset({"str", "TinyModel"})
 

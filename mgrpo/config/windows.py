@@ -67,3 +67,7 @@ def stage_start(config: Config, group: int) -> int:
 
 def total_steps(config: Config) -> int:
     return sum(stage.steps for stage in config.stages)
+
+
+def total_groups(config: Config) -> int:
+    return sum(stage.steps * stage.groups_per_step for stage in config.stages)

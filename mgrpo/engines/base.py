@@ -12,11 +12,23 @@ from mgrpo.types import Message, StopReason, TrajectoryId
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw. ``temperature`` 0 is greedy. ``seed`` is the run's; noise is keyed by (seed, id, position)."""
+    """How to draw. ``temperature`` 0 is greedy. ``seed`` is the run's; noise is keyed by (seed, id, position).
+
+    Truncation comes after the temperature, in this order: the ``top_k`` most likely tokens (0: all), of these the
+    fewest whose probability reaches ``top_p``, of these the ones at least ``min_p`` times as likely as the most likely.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 64
     seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be left out of what is drawn from; greedy sampling never asks."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """``logprobs[i]`` is log pi(token_ids[i]) at the sampling temperature over the full vocabulary."""
+    """``logprobs[i]`` is log pi(token_ids[i]) at the sampling temperature over the kept set.
+
+    The kept set is the full vocabulary unless truncated (`Sampling`); its probabilities are renormalised to 1. Greedy
+    turns are scored at temperature 1 over the full vocabulary.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -190,14 +190,51 @@ def _new_row(request: Request) -> _Row:
     return _Row(request, noise, [], [])
 
 
+def kept_set(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    """Ids [n] of the tokens that truncation leaves, most likely first, n >= 1. Of equal ones the lower id comes first.
+
+    ``logprobs`` [V] are normalised and at the sampling temperature. "Reaches ``top_p``" is meant of the distribution
+    renormalised after ``top_k``, and the token that crosses it is kept (nucleus sampling, arXiv 1904.09751; ``min_p``,
+    arXiv 2407.01082).
+    """
+    size = len(logprobs)
+    k = min(sampling.top_k or size, size)
+    # What is less likely than `floor` cannot be kept and is not worth sorting. Half of it leaves room for rounding.
+    if k < size:
+        floor = logprobs.topk(k).values[-1]
+    else:
+        floor = ((sampling.min_p * logprobs.max().exp()).clamp(min=(1 - sampling.top_p) / size) / 2).log()
+    ids = (~(logprobs < floor)).nonzero()[:, 0]
+    ordered, order = logprobs[ids].sort(descending=True, stable=True)
+    probabilities = ordered[:k].double().exp()
+    if k < size:
+        probabilities /= probabilities.sum()
+    keep = probabilities >= sampling.min_p * probabilities[0]
+    if sampling.top_p < 1:
+        keep[1:] &= probabilities.cumsum(0)[:-1] < sampling.top_p  # what stands before a token
+    keep[0] = True
+    return ids[order[:k][keep]]
+
+
+def _truncated(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    """``logprobs`` [V] renormalised over the kept set, -inf elsewhere."""
+    kept = kept_set(logprobs, sampling)
+    return torch.full_like(logprobs, -torch.inf).index_copy_(0, kept, torch.log_softmax(logprobs[kept], dim=0))
+
+
 def _sample(logits: Tensor, rows: Sequence[_Row], step: int) -> Tensor:
     """One token per row by inversion of the cumulative distribution, or the most likely one at temperature 0."""
     temperatures = torch.tensor([row.request.sampling.temperature for row in rows])
     scale = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     logprobs = torch.log_softmax(logits.float() / scale, dim=-1)
+    for b, row in enumerate(rows):
+        if row.request.sampling.truncates:
+            logprobs[b] = _truncated(logprobs[b], row.request.sampling)
     total = logprobs.exp().double().cumsum(-1)
     noise = torch.tensor([0.0 if row.noise is None else row.noise[step] for row in rows], dtype=torch.float64)
-    drawn = torch.searchsorted(total, (noise * total[:, -1])[:, None], right=True)[:, 0].clamp_(max=total.shape[1] - 1)
+    # Below the whole sum, which a product can round up to: no token of probability 0 is drawn.
+    point = torch.minimum(noise * total[:, -1], torch.nextafter(total[:, -1], torch.zeros_like(noise)))
+    drawn = torch.searchsorted(total, point[:, None], right=True)[:, 0].clamp_(max=total.shape[1] - 1)
     tokens = torch.where(temperatures > 0, drawn, logprobs.argmax(-1))
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):

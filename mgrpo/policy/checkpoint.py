@@ -69,6 +69,20 @@ def load(policy: Policy, folder: Path, checksum: str, stage: str) -> None:
         policy.restore(state)
 
 
+def keep(folder: Path, place: Path) -> None:
+    """Copy a version folder to ``place``, where pruning does not reach it; nothing where one is there already."""
+    if place.exists():
+        return
+    temporary = place.with_name(f".{place.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(folder, temporary)
+    (temporary / STATE).unlink()  # a reference never learns
+    for path in temporary.iterdir():
+        _sync(path)
+    temporary.rename(place)
+    _sync(place.parent)
+
+
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` version folders (named v<number>)."""
     versions = sorted(folder.glob("v*"), key=lambda path: int(path.name[1:]))

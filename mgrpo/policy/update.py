@@ -16,7 +16,8 @@ from mgrpo.engines.model import logits_at
 from mgrpo.errors import NonFiniteGradients
 from mgrpo.policy.optimizers import lr_factor, make_optimizers
 
-LossFunction = Callable[[Tensor, Batch], tuple[Tensor, TokenSums]]
+# (log-probabilities [N], entropy [N], batch) -> the batch's share of the loss, and its metrics
+LossFunction = Callable[[Tensor, Tensor, Batch], tuple[Tensor, TokenSums]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,29 @@ class Schedule:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     max_skipped_steps: int = 5
+
+
+def score(model: Any, batch: Batch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    """log pi(token | before) and the entropy of the distribution it was drawn from (nats), both [N], at the targets.
+
+    ``temperature`` is the one of sampling: the policy that is trained is the policy that sampled.
+    """
+    select = torch.zeros_like(batch.targets)
+    select[:, :-1] = batch.targets[:, 1:]  # logits at t - 1 score token t
+    logits = logits_at(
+        model,
+        select,
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+    )
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    every = torch.log_softmax(wide / temperature, dim=-1)
+    chosen = every.gather(1, batch.input_ids[batch.targets][:, None])[:, 0]
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = -(every.exp() * every).sum(-1)
+    return chosen, entropy
 
 
 class Policy:
@@ -52,40 +76,27 @@ class Policy:
             self.model, schedule.optimizer, schedule.learning_rate, schedule.adam_betas, schedule.weight_decay
         )
 
-    def logprobs(self, batch: Batch) -> tuple[Tensor, float]:
-        """log pi(token t | before) [B, T] at targets, 0 elsewhere; and the summed entropy there (nats)."""
-        select = torch.zeros_like(batch.targets)
-        select[:, :-1] = batch.targets[:, 1:]  # logits at t - 1 score token t
-        logits = logits_at(
-            self.model,
-            select,
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        )
-        every = torch.log_softmax(logits.float() / self.temperature, dim=-1)
-        chosen = every.gather(1, batch.input_ids[batch.targets][:, None])[:, 0]
-        with torch.no_grad():
-            entropy = -float((every.exp() * every).sum())
-        empty = torch.zeros(batch.targets.shape, dtype=chosen.dtype, device=chosen.device)
-        return empty.masked_scatter(batch.targets, chosen), entropy
+    @torch.no_grad()
+    def scored(self, batch: Batch) -> Tensor:
+        """Log-probabilities of the batch's targets under the weights as they are, [N]."""
+        return score(self.model, batch.to(self.model.device), self.temperature)[0].to(batch.row.device)
 
-    def update(self, batches: Sequence[Batch], loss_function: LossFunction, step: int) -> dict[str, float]:
+    def update(
+        self, batches: Sequence[Batch], loss_function: LossFunction, step: int, entropy_grad: bool = False
+    ) -> dict[str, float]:
         """Optimiser step number ``step`` (from 0) of the schedule, over all micro-batches; their losses add up.
 
-        "tokens" counts the targets in ``batches``; "entropy" and the means of ``loss_function`` are over these tokens
-        alone, whatever rows were left out before. Without any they and "loss" are absent. A NaN or infinite gradient
-        skips the step: weights and optimiser state stay bit-identical, "skipped_steps" is 1. Raises
-        NonFiniteGradients after ``max_skipped_steps`` of them in a row.
+        "tokens" counts the targets in ``batches``; the means of ``loss_function`` are over these tokens alone,
+        whatever rows were left out before. Without any they and "loss" are absent. ``entropy_grad`` is for losses with
+        an entropy term. A NaN or infinite gradient skips the step: weights and optimiser state stay bit-identical,
+        "skipped_steps" is 1. Raises NonFiniteGradients after ``max_skipped_steps`` of them in a row.
         """
-        loss, entropy, sums = 0.0, 0.0, TokenSums()
+        loss, sums = 0.0, TokenSums()
         for batch in batches:
             batch = batch.to(self.model.device)
-            logprobs, batch_entropy = self.logprobs(batch)
-            part, part_sums = loss_function(logprobs, batch)
+            part, part_sums = loss_function(*score(self.model, batch, self.temperature, entropy_grad), batch)
             part.backward()  # type: ignore[no-untyped-call]
-            loss, entropy, sums = loss + float(part.detach()), entropy + batch_entropy, sums + part_sums
+            loss, sums = loss + float(part.detach()), sums + part_sums
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.max_grad_norm))
         finite = math.isfinite(norm)
         rate = self._apply(step) if finite else 0.0
@@ -98,9 +109,7 @@ class Policy:
             "skipped_steps": float(not finite),
             "tokens": float(sums.tokens),
         }
-        if sums.tokens == 0:
-            return taken
-        return taken | {"loss": loss, "entropy": entropy / sums.tokens, **sums.metrics()}
+        return taken | ({"loss": loss, **sums.metrics()} if sums.tokens else {})
 
     def _apply(self, step: int) -> float:
         plan = self.schedule

@@ -41,6 +41,7 @@ class Board:
     team: Metrics = field(default_factory=dict)
     successes: tuple[float | None, ...] = ()
     agents: Mapping[str, Metrics] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the gradient mass, by agent
     evaluations: Mapping[str, float | None] = field(default_factory=dict)
     work: Work | None = None
     alarms: tuple[Alarm, ...] = ()
@@ -70,12 +71,13 @@ class Board:
             self, team=metrics, successes=successes, work=None, done_before=before, done=max(before, self.done)
         )
 
-    def learned(self, step: int, agent: str, metrics: Metrics) -> Board:
+    def learned(self, step: int, agent: str, metrics: Metrics, shares: Mapping[str, float] | None = None) -> Board:
+        """``shares`` are the step's, once every agent has told; until then those of the step before stand."""
         before = self._before(step)
         agents = {**self.agents, agent: {**metrics, "step": step}}
         slowest = min(int(known["step"]) for known in agents.values() if "step" in known)
         done = max(before, slowest - self.first_step + 1)
-        return replace(self, agents=agents, work=None, done_before=before, done=done)
+        return replace(self, agents=agents, shares=shares or self.shares, work=None, done_before=before, done=done)
 
     def evaluated(self, name: str, metrics: Metrics) -> Board:
         return replace(self, evaluations={**self.evaluations, name: metrics.get("success")}, work=None)

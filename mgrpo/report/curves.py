@@ -1,7 +1,8 @@
-"""curves.png from metrics.jsonl: success, reward, calls per rollout and share of the gradient over a run's steps."""
+"""curves.png from metrics.jsonl: success, reward, calls, entropy and shares of the gradient mass over a run's steps."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 from mgrpo.errors import ConfigError, DataError
 from mgrpo.report.metrics_log import Record, read_metrics
+from mgrpo.report.shares import invocation_shares, shares_by_step
 
 FILE = "curves.png"
 # Okabe and Ito (2008): told apart with any colour vision. Styles tell lines apart on grey paper.
@@ -20,6 +22,8 @@ _EVALUATIONS = ("o", "s", "^", "D", "v", "P")
 # root of its steps. On a plain scale a long warm-up would leave a sliver for what one wants to see.
 _TEAM_WIDTH = 0.75
 _TICK_DISTANCE = 0.07  # of the width, so that step numbers do not touch
+_INVOCATIONS = 4  # of an agent that are drawn
+_MASS = "sum over tokens\nof |coefficient x advantage| (0 to 1)"  # the gradient mass
 
 Points = list[tuple[float, float]]  # (place, value)
 
@@ -50,8 +54,10 @@ class Curves:
     success: list[Points]
     evaluations: Mapping[str, Points]
     rewards: Mapping[str, list[Points]]
-    calls: list[Points]
-    gradient_shares: Mapping[str, list[Points]]
+    calls: Mapping[str, list[Points]]
+    entropy: Mapping[str, list[Points]]
+    agent_shares: Mapping[str, list[Points]]
+    invocation_shares: Mapping[str, list[Points]]  # by agent/index, within the agent
 
 
 def draw_curves(folder: Path) -> Path:
@@ -64,24 +70,33 @@ def draw_curves(folder: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"curves need matplotlib ({error}); run: pip install mgrpo[train]") from error
-    figure = Figure(figsize=(9.5, 6.6), layout="constrained", facecolor="white")
-    axes = figure.subplots(2, 2, sharex=True).ravel()
+    figure = Figure(figsize=(9.5, 9.6), layout="constrained", facecolor="white")
+    axes = figure.subplots(3, 2, sharex=True).ravel()
     _success(axes[0], curves)
-    _lines(axes[1], curves.rewards, "mean reward of a trajectory (0 to 1)", "Reward per agent")
-    _lines(
-        axes[2], {"sub-agent calls": curves.calls}, "calls per rollout (mean count)", "Calls per rollout", legend=False
-    )
-    _lines(axes[3], curves.gradient_shares, "share of the gradient norms (0 to 1)", "Share of gradient per agent")
+    for axis, (lines, ylabel, title) in zip(axes[1:], _panels(curves), strict=True):
+        _lines(axis, lines, ylabel, title)
     for index, axis in enumerate(axes):
         _frame(axis, curves.stages, names=index < 2)
-        axis.set_ylim(bottom=0.0, top=max(1.02, axis.get_ylim()[1]) if index == 2 else 1.02)
-    for axis in axes[2:]:
-        axis.set_xlabel("step (optimizer steps of the run; demonstrations squeezed)")
+        top = axis.get_ylim()[1]
+        axis.set_ylim(bottom=0.0, top={2: max(1.02, top), 3: top}.get(index, 1.02))  # counts and nats; the rest, shares
+    for axis in axes[4:]:
+        axis.set_xlabel("step of the run (demonstrations squeezed)")
     path = Path(folder) / FILE
     temporary = path.with_name(f".{FILE}")
     figure.savefig(temporary, dpi=150, format="png")
     temporary.replace(path)
     return path
+
+
+def _panels(curves: Curves) -> tuple[tuple[Mapping[str, list[Points]], str, str], ...]:
+    """Lines, label of their axis and title of every panel but the first."""
+    return (
+        (curves.rewards, "mean reward of a trajectory (0 to 1)", "Reward per agent"),
+        (curves.calls, "calls per rollout (mean count)", "Calls per rollout"),
+        (curves.entropy, "entropy (nats per token)", "Entropy per agent"),
+        (curves.agent_shares, f"share of the {_MASS}", "Share of gradient per agent"),
+        (curves.invocation_shares, f"share of its agent's {_MASS}", "Share of gradient per invocation"),
+    )
 
 
 # ---------------------------------------------------------------- what to draw
@@ -94,15 +109,26 @@ def read_curves(records: Sequence[Record], where: str = "metrics") -> Curves:
         raise DataError(f"{where}: no step in its metrics yet; train first")
     collected = [record for record in records if record["kind"] == "collect"]
     learned = [record for record in records if record["kind"] == "learn"]
-    agents = [key.removeprefix("reward/") for record in collected for key in record if key.startswith("reward/")]
+    agents = dict.fromkeys(str(record["agent"]) for record in learned)
+    own = {agent: [record for record in learned if record["agent"] == agent] for agent in agents}
+    rewarded = _names(collected, "reward/")
+    called = _names(collected, "calls/")
+    calls = {agent: f"calls/{agent}" for agent in called} if len(called) > 1 else {"sub-agents": "calls_per_rollout"}
     return Curves(
         stages,
-        _by_stage(stages, collected, "success"),
+        _by_stage(stages, collected, "success", taught=False),
         _evaluations(stages, records),
-        {agent: _by_stage(stages, collected, f"reward/{agent}") for agent in dict.fromkeys(agents)},
-        _by_stage(stages, collected, "calls_per_rollout"),
-        {agent: _by_stage(stages, records, "share") for agent, records in _gradient_shares(learned).items()},
+        {agent: _by_stage(stages, collected, f"reward/{agent}", taught=False) for agent in rewarded},
+        {name: _by_stage(stages, collected, key, taught=False) for name, key in calls.items()},
+        {agent: _by_stage(stages, own[agent], "entropy", taught=False) for agent in agents},
+        _shares(stages, shares_by_step(learned)),
+        _invocations(stages, own),
     )
+
+
+def _names(records: Sequence[Record], prefix: str) -> list[str]:
+    names = (key.removeprefix(prefix) for record in records for key in record if key.startswith(prefix))
+    return list(dict.fromkeys(names))
 
 
 def _stages(records: Sequence[Record]) -> tuple[Stage, ...]:
@@ -120,15 +146,16 @@ def _stages(records: Sequence[Record]) -> tuple[Stage, ...]:
     return tuple(Stage(*span, *edge) for span, edge in zip(spans.values(), pairwise(edges), strict=True))
 
 
-def _by_stage(stages: Sequence[Stage], records: Sequence[Record], key: str) -> list[Points]:
-    """Known values at the end of their steps, stage by stage; demonstrations are left out of what was collected."""
+def _by_stage(stages: Sequence[Stage], records: Sequence[Record], key: str, taught: bool = True) -> list[Points]:
+    """Known values at the end of their steps, stage by stage. ``taught`` False leaves demonstrations out, in which
+    the teacher acts, and an untrained model's entropy would hide all that follows."""
     return [
         [
             (stage.place(record["step"] + 1), float(record[key]))
             for record in records
             if record.get(key) is not None
             and stage.first <= record["step"] < stage.first + stage.steps
-            and not (stage.demonstrations and record["kind"] == "collect")
+            and (taught or not stage.demonstrations)
         ]
         for stage in stages
     ]
@@ -146,23 +173,25 @@ def _evaluations(stages: Sequence[Stage], records: Sequence[Record]) -> dict[str
     return result
 
 
-def _gradient_shares(learned: Sequence[Record]) -> dict[str, list[Record]]:
-    """grad_norm over the sum of all agents' in the same step, for steps in which several agents took their rows.
+def _shares(stages: Sequence[Stage], steps: Mapping[int, Mapping[str, float]]) -> dict[str, list[Points]]:
+    names = dict.fromkeys(name for shares in steps.values() for name in shares)
+    return {
+        name: _by_stage(stages, [{"step": step, **shares} for step, shares in steps.items()], name) for name in names
+    }
 
-    An agent without rows, or whose rewards all tied, had no gradient: it counts 0, so that a planner that stops
-    delegating shows. A norm that was not finite is unknown, and with it every share of its step.
-    """
-    norms: dict[int, dict[str, float | None]] = {}
-    for record in learned:
-        norms.setdefault(int(record["step"]), {})[str(record["agent"])] = record.get("grad_norm", 0.0)
-    result: dict[str, list[Record]] = {}
-    for step, by_agent in norms.items():
-        known = {agent: float(norm) for agent, norm in by_agent.items() if norm is not None}
-        total = sum(known.values())
-        if len(known) == len(by_agent) > 1 and total > 0:
-            for agent, norm in known.items():
-                result.setdefault(agent, []).append({"kind": "learn", "step": step, "share": norm / total})
-    return result
+
+def _invocations(stages: Sequence[Stage], learned: Mapping[str, Sequence[Record]]) -> dict[str, list[Points]]:
+    """Of the agents that were called more than once in some rollout: the invocations that moved them most."""
+    lines: dict[str, list[Points]] = {}
+    for agent, records in learned.items():
+        steps = {int(record["step"]): invocation_shares(record) for record in records}
+        totals: Counter[int] = Counter()
+        for shares in steps.values():
+            totals.update(shares)
+        shown = sorted(index for index, _ in totals.most_common(_INVOCATIONS)) if len(totals) > 1 else []
+        named = {step: {f"{agent}/{i}": shares.get(i, 0.0) for i in shown} for step, shares in steps.items() if shares}
+        lines |= _shares(stages, named)
+    return lines
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -187,13 +216,12 @@ def _success(axis: Any, curves: Curves) -> None:
     _legend(axis)
 
 
-def _lines(axis: Any, lines: Mapping[str, list[Points]], ylabel: str, title: str, legend: bool = True) -> None:
+def _lines(axis: Any, lines: Mapping[str, list[Points]], ylabel: str, title: str) -> None:
     for index, (name, parts) in enumerate(lines.items()):
         _line(axis, parts, _COLOURS[index % len(_COLOURS)], _STYLES[index % len(_STYLES)], name)
     axis.set_ylabel(ylabel)
     axis.set_title(title, loc="left", fontweight="bold", pad=16 if title.startswith("Reward") else 6)
-    if legend:
-        _legend(axis)
+    _legend(axis)
 
 
 def _legend(axis: Any) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mgrpo.report.board import Board, Metrics
-from mgrpo.report.notation import duration, fixed, short, sparkline
+from mgrpo.report.notation import UNKNOWN, duration, fixed, short, sparkline
 from mgrpo.report.summary import print_summary
 
 REFRESHES_PER_SECOND = 2  # a calm picture, and nothing the training would notice
@@ -71,6 +71,11 @@ class Display:
         if not self._quiet:
             self._console.print(Text(text, style=style), soft_wrap=True)
 
+    def show_header(self, header: RenderableType) -> None:
+        """What the run is going to do, once, at its beginning."""
+        if not self._quiet:
+            self._console.print(header)
+
     def show_summary(self, summary: Mapping[str, Any]) -> None:
         """The closing table."""
         if not self._quiet:
@@ -103,6 +108,7 @@ def line(board: Board, now: float) -> str:
 def panel(board: Board, now: float, ascii_only: bool = False) -> RenderableType:
     """One screen, 80 columns or more: how far, how good, who learns what, and what is wrong."""
     rows: list[RenderableType] = [_bars(board, now), Text(), _team(board, ascii_only), Text(), _agent_table(board)]
+    rows += _details(board)
     if board.evaluations:
         scores = "   ".join(f"{name} {fixed(score)}" for name, score in board.evaluations.items())
         rows += [Text(), Text(f"evaluated success   {scores}")]
@@ -149,20 +155,56 @@ def _team(board: Board, ascii_only: bool) -> RenderableType:
 
 
 def _agent_table(board: Board) -> Table:
-    shown = "loss" if board.demonstrations else "entropy"
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("agent", "from v", "reward", "parts", shown):
-        table.add_column(name, justify="left" if name in ("agent", "parts") else "right")
+    """One line per agent. What nobody computes here, such as the KL to a reference model, has no column."""
+    known = {key for learned in board.agents.values() for key, value in learned.items() if value is not None}
+    columns = [(name, cell) for name, key, cell in _COLUMNS if key is None or key in known]
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("agent")
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     for agent in _agents(board):
-        learned = board.agents.get(agent, {})
-        table.add_row(
-            Text(agent),
-            short(learned.get("from_version")),
-            fixed(board.team.get(f"reward/{agent}")),
-            Text(parts(board.team, agent)),
-            fixed(learned.get(shown), 3),
-        )
+        table.add_row(Text(agent), *(cell(board, agent, board.agents.get(agent, {})) for _, cell in columns))
     return table
+
+
+def _tied(board: Board, agent: str, learned: Metrics) -> str:
+    """Comparison groups that teach nothing, of all."""
+    useless = [learned.get("zero_variance_groups"), learned.get("singleton_groups")]
+    return UNKNOWN if None in useless else f"{sum(map(int, filter(None, useless)))}/{int(learned.get('groups', 0))}"
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.0%}"
+
+
+def _tiny(gap: float | None) -> str:
+    return UNKNOWN if gap is None else f"{gap:.0e}"
+
+
+# name, the metric without which there is no column (None: always there), the cell
+_COLUMNS: tuple[tuple[str, str | None, Callable[[Board, str, Metrics], str]], ...] = (
+    ("from v", None, lambda board, agent, learned: short(learned.get("from_version"))),
+    ("reward", None, lambda board, agent, learned: fixed(board.team.get(f"reward/{agent}"))),
+    ("loss", "nll", lambda board, agent, learned: fixed(learned.get("loss"), 3)),
+    ("A std", "advantage_std", lambda board, agent, learned: fixed(learned.get("advantage_std"))),
+    ("tied", "groups", _tied),
+    ("entropy", None, lambda board, agent, learned: fixed(learned.get("entropy"), 3)),
+    ("clip", "clip_fraction", lambda board, agent, learned: _percent(learned.get("clip_fraction"))),
+    ("KL", "kl", lambda board, agent, learned: short(learned.get("kl"))),
+    ("mismatch", "logprob_abs_diff", lambda board, agent, learned: _tiny(learned.get("logprob_abs_diff"))),
+    ("share", "gradient_mass", lambda board, agent, learned: _percent(board.shares.get(agent))),
+)
+
+
+def _details(board: Board) -> list[Text]:
+    """What the rewards are made of, and who is called how often."""
+    lines = []
+    for agent in _agents(board):
+        calls, zero = board.team.get(f"calls/{agent}"), board.team.get(f"zero_call_fraction/{agent}")
+        told = [parts(board.team, agent), "" if calls is None else f"calls {fixed(calls)}, none in {_percent(zero)}"]
+        if any(told):
+            lines.append(Text(f"{agent}: {'  '.join(filter(None, told))}", style="dim"))
+    return lines
 
 
 def parts(team: Metrics, agent: str) -> str:

@@ -12,21 +12,39 @@
 ``time`` is in seconds since 1970. A number that is not finite is written as null: JSON has no NaN.
 
 ``collect`` and ``evaluate`` hold what `mgrpo.report.metrics.rollout_metrics` lists, and ``retried_groups``, which
-infrastructure cut off and which were run again; ``collect`` also ``seconds`` and ``tokens_per_second``, generation,
-tools and grading together. ``learn`` holds, of one optimiser step::
+infrastructure cut off and which were run again. ``collect`` also holds ``seconds`` and ``tokens_per_second``, of
+generation, tools and grading together, and where the recipe asks for them::
+
+    replaced_groups     that filter_groups replaced, since their rollouts were all worth the same
+    dull_groups         that were no better after the last replacement, and were kept
+    judge_calls, judge_cost, ...        what a judge that grades sub-answers was asked and what it cost
+
+``learn`` holds, of one agent and one step. Its rows, and how they compare ("sft" compares nothing)::
 
     from_version        the agent's newest published weights during the step, which sampled the rows unless a teacher
                         did; what the step makes of them is published when its window ends
     seconds             of alignment, comparison and update
     rows, row_weight    rows after alignment, and the sum of their weights
-    groups, zero_variance_groups, singleton_groups, reward_mean, reward_std     how these rows compare; not for "sft"
-    tokens              that were trained on: sampled ones, for "ppo" of rows whose advantage is not 0, since rows of
-                        tied groups never reach the model
-    entropy, approx_kl, logprob_abs_diff, clip_fraction, nll    means over exactly these tokens; ratio_max: the largest
-    loss, grad_norm, learning_rate, skipped_steps               of the step
+    groups              comparison groups; zero_variance_groups: of two or more with one reward, which teach nothing;
+                        singleton_groups: of one, with nobody to compare with
+    reward_mean, reward_std, advantage_mean, advantage_std      weighted, over rows
+    gradient_mass       sum over tokens of |coefficient x advantage|, before any clip; gradient_mass/<i>: of the agent's
+                        i-th invocations. An agent's share of the step is its mass over the sum of all agents'
+
+Its update. Agents that share weights have one, which stands in the record of the agent that owns the weights::
+
+    tokens              that were trained on: sampled ones, without rows whose terms are all 0 and never reach the model
+    entropy             nats per token at the sampling temperature
+    clip_fraction       tokens whose gradient the clip removed
+    approx_kl           k3 estimate of KL(old || new), nats per token; kl: of KL(new || reference), by kl_estimator
+    logprob_abs_diff    |engine - learner| of the sampled tokens' log-probabilities under the same weights, nats per
+                        token; rollout_kl: k3 estimate of the same. Not 0 where dtypes or kernels differ
+    rollout_is_mean     of the correction's weights; rejected_fraction: tokens that rollout_rs rejected
+    ratio_max           the largest; nll: of demonstrations, nats per token
+    loss, grad_norm, learning_rate, skipped_steps       of the step
 
 What is unknown is left out: all but agent, from_version and seconds where the agent had no rows; tokens and all below
-where every advantage was 0.
+where every advantage was 0. ``alarm`` records are those of `mgrpo.report.alarms`, one for each episode of trouble.
 """
 
 from __future__ import annotations

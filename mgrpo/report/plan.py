@@ -15,6 +15,7 @@ from mgrpo.config.registry import settings
 from mgrpo.config.vocabulary import closed_vocabulary
 from mgrpo.report.model_size import Memory, ModelSize, folder_size, memory, tiny_size, version_bytes
 from mgrpo.report.notation import UNKNOWN, short, size
+from mgrpo.report.words import Line, comparison_lines, loss_lines, reward_lines
 from mgrpo.tasks.world import Settings as WorldSettings
 
 # Tokens that a tiny model's vocabulary has beside the words of its tasks: roles and the format's control strings.
@@ -24,8 +25,6 @@ _ROWS = (
     "Questions and rows are per step. A sub-agent has a row per call, ~ one call for each part of a question; resample"
     " keeps at most d different calls of an attempt."
 )
-
-Line = tuple[str, str]  # a term and what it means
 
 
 def plan(config: Config) -> RenderableType:
@@ -39,9 +38,20 @@ def plan(config: Config) -> RenderableType:
         ("Loss", [_definitions(loss_lines(config))]),
         ("Size and memory", [memory_table(config), _definitions(memory_lines(config))]),
     )
-    head = Text(f"{config.name}: preset {config.preset}, seed {config.seed}", style="bold")
     body = [part for title, parts in sections for part in (Text(), Rule(title, align="left"), *parts)]
-    return Group(head, *body)
+    return Group(_title(config), *body)
+
+
+def header(config: Config) -> RenderableType:
+    """What a run says of itself at its beginning: who learns what, who is compared with whom, and the losses."""
+    compared, loss = _definitions(comparison_lines(config)), _definitions(loss_lines(config))
+    titles = (Text("who is compared with whom", style="bold"), Text("loss", style="bold"))
+    return Group(_title(config), agents_table(config), titles[0], compared, titles[1], loss, Text())
+
+
+def _title(config: Config) -> Text:
+    stages = ", ".join(f"{stage.name} {stage.steps}" for stage in config.stages)
+    return Text(f"{config.name}: preset {config.preset}, seed {config.seed}, steps: {stages}", style="bold")
 
 
 def plan_text(config: Config, width: int = 120) -> str:
@@ -59,10 +69,16 @@ def agents_table(config: Config) -> Table:
     table = _table("agent", "role", "model", "learns", "tools and sub-agents", "compares")
     for name, agent in config.agents.items():
         stages = [stage.name for stage in config.stages if name in config.trained(stage)]
-        learns = ", ".join(stages) if stages else "no, frozen"
-        model = "tiny, from scratch" if isinstance(agent.model, TinyModel) else agent.model
-        table.add_row(*map(Text, (name, agent.role, model, learns, ", ".join(agent.tools) or UNKNOWN, _aligned(agent))))
+        learns = ", ".join(stages) if stages else "no" if agent.share_weights_with else "no, frozen"
+        cells = (name, agent.role, _model(agent), learns, ", ".join(agent.tools) or UNKNOWN, _aligned(agent))
+        table.add_row(*map(Text, cells))
     return table
+
+
+def _model(agent: AgentConfig) -> str:
+    if agent.share_weights_with is not None:
+        return f"{agent.share_weights_with}'s"
+    return "tiny, from scratch" if isinstance(agent.model, TinyModel) else str(agent.model)
 
 
 def _aligned(agent: AgentConfig) -> str:
@@ -77,7 +93,8 @@ def stages_table(config: Config) -> Table:
     table = _table("stage", "steps", "by", "loss", "questions", "K", *rows)
     for stage in config.stages:
         expected = [_rows_in_words(config, stage, name) for name in config.agents]
-        cells = (stage.name, str(stage.steps), stage.collect, stage.policy_loss, str(stage.groups_per_step))
+        losses = dict.fromkeys(config.learner_for(name, stage).policy_loss for name in config.trained(stage))
+        cells = (stage.name, str(stage.steps), stage.collect, ", ".join(losses), str(stage.groups_per_step))
         table.add_row(*map(Text, (*cells, str(config.num_generations(stage)), *expected)))
     return table
 
@@ -94,7 +111,7 @@ def expected_rows(config: Config, stage: StageConfig, agent: str) -> float | Non
     calls = _calls(config, stage)
     if calls is None:
         return None
-    if settings_.align == "resample" and stage.policy_loss == "ppo":
+    if settings_.align == "resample" and stage.collect == "team":
         calls = [min(made, settings_.trajectories_per_rollout or made) for made in calls]
     return rollouts * fmean(calls)
 
@@ -120,7 +137,7 @@ def _calls(config: Config, stage: StageConfig) -> list[int] | None:
 def learners_table(config: Config) -> Table:
     table = _table("learner", "optimizer", "learning rate", "schedule", "gradient norm <=")
     for stage in config.stages:
-        for name in config.trained(stage):
+        for name in dict.fromkeys(map(config.owner, config.trained(stage))):
             own = config.learner_for(name, stage)
             schedule = f"{own.lr_scheduler}, {own.warmup_steps} steps of warm-up"
             cells = (own.optimizer, f"{own.learning_rate:g}", schedule, f"{own.max_grad_norm:g}")
@@ -128,111 +145,18 @@ def learners_table(config: Config) -> Table:
     return table
 
 
-# ---------------------------------------------------------------- words and symbols
-
-
-def reward_lines(config: Config) -> list[Line]:
-    if config.reward is not None:
-        return [("R", f"by your function {config.reward}(rollout, grades, weights, unknown)")]
-    lines = []
-    for name, agent in config.agents.items():
-        terms = " + ".join(f"{weight:g} {term}" for term, weight in (agent.reward_weights or {}).items())
-        equation = "equation 4" if agent.role == "planner" else "equation 5"
-        lines.append((f"R({name})", f"{terms} if every turn parses and it answers, else 0 ({equation})"))
-    unknown = "its weight is shared out over" if config.rollout.unknown_reward == "renormalise" else "it excludes"
-    what = "the known terms" if config.rollout.unknown_reward == "renormalise" else "the trajectory"
-    meaning = (
-        "correct: the answer against the gold; correct_main: the planner's, copied; expert: the sub-answer's grade."
-    )
-    return [*lines, ("terms", f"{meaning} A term that nobody could grade is unknown, not 0: {unknown} {what}.")]
-
-
-def comparison_lines(config: Config) -> list[Line]:
-    lines = []
-    for name, agent in config.agents.items():
-        stages = [stage for stage in config.stages if name in config.trained(stage) and stage.policy_loss == "ppo"]
-        ways = dict.fromkeys((config.num_generations(s), config.learner_for(name, s).scale_rewards) for s in stages)
-        lines += [(name, _compared(agent, k, scale)) for k, scale in ways]
-        if not ways:
-            lines.append((name, "nobody; it does not learn from rewards."))
-    return [*lines, ("never", "across questions, and never across agents. Equal rewards give advantage 0.")]
-
-
-def _compared(agent: AgentConfig, k: int, scale: str) -> str:
-    scaled = scale == "group"
-    formula = "A = (R - mu) / sigma" if scaled else "A = R - mu"
-    if agent.role == "subagent":
-        text = f"all its calls in the {k} attempts at one question, with each other; {_counts(agent)}."
-        equation = "and population sigma (equation 13)" if scaled else "(equation 13 without sigma)"
-        return f"{text} {formula} with so weighted mu {equation}."
-    equation = ", population sigma (equation 10)" if scaled else " (equation 10 without sigma)"
-    return f"its {k} attempts at one question, with each other. {formula}{equation}."
-
-
-def _counts(agent: AgentConfig) -> str:
-    d = agent.trajectories_per_rollout
-    return {
-        "weight": f"a call of an attempt with d_k calls counts {d}/d_k, so that every attempt counts {d}",
-        "resample": f"calls are duplicated or dropped at random to {d} per attempt",
-        "none": "every call counts 1, so that attempts with many calls count more",
-        None: "every call counts 1",
-    }[agent.align]
-
-
-def loss_lines(config: Config) -> list[Line]:
-    """The formula of every agent, with the recipe's numbers in its denominators; stages with the same one together."""
-    lines: list[Line] = []
-    for name in config.agents:
-        stages: dict[tuple[str, str], list[str]] = {}
-        for stage in config.stages:
-            if name in config.trained(stage):
-                own = config.learner_for(name, stage)
-                key = (_objective(stage, own), _coefficient(config, stage, name, own))
-                stages.setdefault(key, []).append(stage.name)
-        for (objective, coefficient), names in stages.items():
-            lines += [(f"{name} in {', '.join(names)}", f"loss = - sum of c {objective}"), ("", coefficient)]
-    legend = "r = pi / pi_old per token, pi_old is the policy that sampled it. Sums run over all sampled tokens of the"
-    sums = "agent in the whole step, however it is split into micro-batches; a trajectory of unknown reward is in none."
-    return [*lines, ("", f"{legend} {sums}")]
-
-
-def _objective(stage: StageConfig, own: LearnerConfig) -> str:
-    if stage.policy_loss == "sft":
-        return "log pi"
-    return f"min(r A, clip(r, {1 - own.clip_ratio_low:g}, {1 + own.clip_ratio_high:g}) A)"
-
-
-def _coefficient(config: Config, stage: StageConfig, name: str, own: LearnerConfig) -> str:
-    agent = config.agents[name]
-    attempts = stage.groups_per_step * config.num_generations(stage)
-    d = agent.trajectories_per_rollout or 1
-    if agent.role == "planner":
-        weight, total = "w = 1", f"{attempts} (attempts)"
-    elif agent.align == "none" or stage.policy_loss == "sft":  # demonstrations are not aligned
-        weight, total = "w = 1", "number of its calls"
-    else:
-        weight = f"w = {d}/d_k" if agent.align == "weight" else "w = times drawn"
-        total = f"{attempts} x {d} = {attempts * d}, less {d} for each attempt without a call"
-    formulas = {
-        "seq-mean-token-mean": f"c = w / (n W), {weight}, n = sampled tokens of its trajectory, W = sum of w = {total}",
-        "seq-mean-token-sum": f"c = w / W, {weight}, W = sum of w = {total}",
-        "token-mean": f"c = w / W, {weight}, W = sum of w over all sampled tokens",
-    }
-    return f"{own.loss_agg_mode}: {formulas[own.loss_agg_mode]}"
-
-
 # ---------------------------------------------------------------- size
 
 
 def model_sizes(config: Config) -> dict[str, ModelSize]:
-    """By agent. Raises DataError for a model folder that is not there or not complete."""
-    return {name: _size(config, name) for name in config.agents}
+    """By agent that has weights of its own. Raises DataError for a model folder that is not there or not complete."""
+    return {name: _size(config, name) for name in config.agents if config.owner(name) == name}
 
 
 def _size(config: Config, name: str) -> ModelSize:
     agent = config.agents[name]
     if not isinstance(agent.model, TinyModel):
-        return folder_size(agent.model)
+        return folder_size(str(agent.model))
     return tiny_size(agent.model, len(closed_vocabulary(config)) + _ADDED_TOKENS[agent.format])
 
 
@@ -244,10 +168,16 @@ def memories(config: Config) -> dict[str, Memory]:
 
 def _in_stages(config: Config, name: str, own: ModelSize) -> list[Memory]:
     engine = _engine_bytes(config.agents[name])
-    learners = [config.learner_for(name, stage) for stage in config.stages if name in config.trained(stage)]
+    learners = _learners(config, name)
     if not learners:
         return [memory(own, None, 0, engine)]
     return [memory(own, learner.optimizer, learner.max_tokens_per_microbatch, engine) for learner in learners]
+
+
+def _learners(config: Config, owner: str) -> list[LearnerConfig]:
+    """How its weights move, in the stages in which they do."""
+    trained = [stage for stage in config.stages if not set(config.sharing(owner)).isdisjoint(config.trained(stage))]
+    return [config.learner_for(owner, stage) for stage in trained]
 
 
 def _engine_bytes(agent: AgentConfig) -> int:
@@ -262,7 +192,7 @@ def memory_table(config: Config) -> Table:
     sizes = model_sizes(config)
     for name, own in memories(config).items():
         parts = (own.weights, own.gradients, own.optimizer, own.activations, own.engine, own.total)
-        learners = [config.learner_for(name, stage) for stage in config.stages if name in config.trained(stage)]
+        learners = _learners(config, name)
         disk = max((version_bytes(sizes[name], learner.optimizer) for learner in learners), default=0)
         table.add_row(Text(name), short(sizes[name].parameters), *map(size, parts), size(disk))
     return table

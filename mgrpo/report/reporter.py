@@ -6,22 +6,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from rich.console import Console
 
 from mgrpo.config import Config, StageConfig
 from mgrpo.config.registry import settings
-from mgrpo.report import alarms
+from mgrpo.report.alarms import Alarm
 from mgrpo.report.board import Board
 from mgrpo.report.curves import draw_curves
 from mgrpo.report.display import Display
 from mgrpo.report.metrics import Rewards, rollout_metrics
 from mgrpo.report.metrics_log import MetricsLog, read_metrics
 from mgrpo.report.notation import fixed
+from mgrpo.report.plan import header
 from mgrpo.report.summary import summary_of, write_summary
 from mgrpo.report.tree import rollout_text
+from mgrpo.report.watch import Watch
 from mgrpo.types import Failure, Group
 
 PATIENCE_S = 2.0  # what is over sooner is not shown while it runs
@@ -45,8 +47,7 @@ class Reporter:
         self._folder, self._config, self._clock = folder, config, clock
         self._board = Board(config.name, clock())
         self._display = Display(console or Console(), self._board, quiet, clock)
-        self._bell = alarms.AlarmBell()
-        self._history: dict[int, Mapping[str, Any]] = {}  # collected metrics of this stage by step, in order
+        self._watch = Watch(config)
         self._retried = 0  # groups since the last step or evaluation was told
         self._ended = ""  # the last stage whose end was shown
         self._open = ExitStack()
@@ -62,6 +63,7 @@ class Reporter:
                 stack.callback(tracker.close)
                 self._trackers.append(tracker)
             stack.enter_context(self._display)
+            self._display.show_header(header(self._config))
             self._open = stack.pop_all()
         return self
 
@@ -76,7 +78,7 @@ class Reporter:
     def stage(self, name: str, steps: int, first_step: int, total_steps: int) -> None:
         """Stage ``name`` begins (or goes on): ``steps`` of ``total_steps``, its first one is ``first_step``."""
         self._end_stage()
-        self._history = self._collected_before(name, range(first_step, first_step + steps))
+        self._watch.begin(name, range(first_step, first_step + steps), read_metrics(self._folder))
         stage = self._stage_config(name)
         demonstrations = stage is not None and stage.collect == "teacher"
         self._board = self._board.staged(name, steps, first_step, total_steps, demonstrations, self._clock())
@@ -84,27 +86,32 @@ class Reporter:
         self._write("stage", first_step, values)
         self._display.show(self._board)
 
-    def collected(self, step: int, groups: Sequence[Group], rewards: Rewards, seconds: float) -> None:
-        """The groups of ``step`` with their rewards; ``seconds`` is what collecting them took."""
-        metrics: dict[str, Any] = {"seconds": seconds, **rollout_metrics(groups, rewards)}
+    def collected(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        rewards: Rewards,
+        seconds: float,
+        extra: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """The groups of ``step`` with their rewards; ``seconds`` is what collecting them took, ``extra`` what else is
+        known of it, by the names that metrics_log.py lists."""
+        metrics: dict[str, Any] = {"seconds": seconds, **rollout_metrics(groups, rewards, self._config.subagents)}
+        metrics |= extra
         metrics["retried_groups"], self._retried = self._retried, 0
         metrics["tokens_per_second"] = metrics["sampled_tokens"] / seconds if seconds > 0 else None
-        for later in [earlier for earlier in self._history if earlier >= step]:
-            del self._history[later]  # of a process that got further before this one resumed
-        self._history[step] = metrics
         self._board = self._board.collected(step, metrics)
         self._write("collect", step, metrics)
-        self._ring(step, "failed_rollouts", alarms.failed_rollouts(list(self._history.values())))
-        if not self._board.demonstrations:
-            self._watch(step)
+        self._tell(step, self._watch.collected(step, metrics))
         self._display.show(self._board)
 
     def learned(self, step: int, agent: str, from_version: int, metrics: Mapping[str, float], seconds: float) -> None:
         """``agent`` took the groups of ``step`` while ``from_version`` was its newest; ``metrics`` are its update's."""
         values = {"agent": agent, "from_version": from_version, "seconds": seconds, **metrics}
-        self._board = self._board.learned(step, agent, values)
+        alarms = self._watch.learned(step, agent, metrics)
+        self._board = self._board.learned(step, agent, values, self._watch.shares(step))
         self._write("learn", step, values)
-        self._ring(step, f"skipped_steps/{agent}", alarms.skipped_steps(metrics, agent))
+        self._tell(step, alarms)
         self._display.show(self._board)
 
     def evaluated(self, name: str, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -112,6 +119,7 @@ class Reporter:
         self._board = self._board.evaluated(name, metrics)
         self._write("evaluate", step, {"name": name, "retried_groups": self._retried, **metrics})
         self._retried = 0
+        self._tell(step, self._watch.evaluated(name, step, metrics))
         self._display.show(self._board)
         said = "  ".join(f"{key} {fixed(metrics[key])}" for key in _SAID if key in metrics)
         self._display.print(f"evaluated {name}: {said}")
@@ -144,20 +152,11 @@ class Reporter:
 
     # ------------------------------------------------------------ where it goes
 
-    def _watch(self, step: int) -> None:
-        history, planner = list(self._history.values()), self._config.planner
-        if any(tool in self._config.agents for tool in self._config.agents[planner].tools):
-            self._ring(step, "lazy_planner", alarms.lazy_planner(history))
-        for agent in self._config.agents:
-            self._ring(step, f"invalid_format/{agent}", alarms.invalid_format(history, agent))
-
-    def _ring(self, step: int, name: str, found: alarms.Alarm | None) -> None:
-        alarm = self._bell.ring(name, found)
-        if alarm is None:
-            return
-        self._board = self._board.alarmed(alarm)
-        self._write("alarm", step, {"name": alarm.name, "message": alarm.message})
-        self._display.print(f"warning: step {step}: {alarm.message}", style="bold yellow")
+    def _tell(self, step: int, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            self._board = self._board.alarmed(alarm)
+            self._write("alarm", step, {"name": alarm.name, "message": alarm.message})
+            self._display.print(f"warning: step {step}: {alarm.message}", style="bold yellow")
 
     def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         self._log.write(kind, step, self._board.stage, values)
@@ -175,11 +174,6 @@ class Reporter:
         if self._board.stage and self._board.stage != self._ended:
             self._ended = self._board.stage
             self._display.show(self._board, always=True)
-
-    def _collected_before(self, stage: str, steps: range) -> dict[int, Mapping[str, Any]]:
-        """What earlier processes of this run collected in the stage, so that alarms know how it began."""
-        records = (record for record in read_metrics(self._folder) if record["kind"] == "collect")
-        return {record["step"]: record for record in records if record["stage"] == stage and record["step"] in steps}
 
     def _stage_config(self, name: str) -> StageConfig | None:
         return next((stage for stage in self._config.stages if stage.name == name), None)

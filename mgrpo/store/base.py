@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mgrpo.types import Ending, Group, Reward, Sample, Task, TrajectoryId
+from mgrpo.types import Ending, Group, Reward, Share, Task, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,10 @@ class CollectStore(Protocol):
 class LearnStore(Protocol):
     """The learning side: one agent's rows in, its weights out."""
 
-    def take(self, agent: str, first: int, count: int) -> list[list[Sample]] | None:
-        """The agent's samples of groups ``first .. first+count-1``, one list per group, ordered by (rollout,
-        invocation); empty where the agent was not called. None while a group is missing. Consumes nothing."""
+    def take(self, agent: str, first: int, count: int) -> list[Share] | None:
+        """What the agent learns from of groups ``first .. first+count-1``: its samples, ordered by (rollout,
+        invocation) and empty where it was not called, and the rewards of all roots. None while a group is missing.
+        Consumes nothing, and reads no other agent's trajectories."""
         ...
 
     def publish(

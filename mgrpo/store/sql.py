@@ -18,7 +18,7 @@ from mgrpo.store import rows
 from mgrpo.store.base import Counts, GroupSummary, Publication, RunInfo, WeightVersion
 from mgrpo.store.records import decode_sample
 from mgrpo.store.schema import groups, publications, trajectories
-from mgrpo.types import Group, Reward, Sample, TrajectoryId
+from mgrpo.types import Group, Reward, Sample, Share, TrajectoryId
 
 _SUMMARY_COLUMNS = [column for column in trajectories.c if column.name != "record"]
 
@@ -80,20 +80,21 @@ class SqlStore:
 
     # ------------------------------------------------------------ learn
 
-    def take(self, agent: str, first: int, count: int) -> list[list[Sample]] | None:
+    def take(self, agent: str, first: int, count: int) -> list[Share] | None:
         where = trajectories.c.group_id.between(first, first + count - 1)
-        query = (
-            select(trajectories.c.group_id, trajectories.c.record)
-            .where(where, trajectories.c.agent == agent)
-            .order_by(trajectories.c.group_id, trajectories.c.rollout, trajectories.c.invocation)
-        )
-        taken: list[list[Sample]] = [[] for _ in range(count)]
+        order = (trajectories.c.group_id, trajectories.c.rollout, trajectories.c.invocation)
+        own = select(trajectories.c.group_id, trajectories.c.record).where(where, trajectories.c.agent == agent)
+        ranked = select(trajectories.c.group_id, trajectories.c.rollout, trajectories.c.reward)
+        samples: list[list[Sample]] = [[] for _ in range(count)]
+        roots: list[dict[int, float | None]] = [{} for _ in range(count)]
         with self._reading() as connection:
             if _present(connection, range(first, first + count)) < count:
                 return None
-            for group, record in connection.execute(query):
-                taken[group - first].append(decode_sample(record))
-        return taken
+            for group, record in connection.execute(own.order_by(*order)):
+                samples[group - first].append(decode_sample(record))
+            for group, rollout, reward in connection.execute(ranked.where(where, trajectories.c.position == 0)):
+                roots[group - first][rollout] = reward
+        return [Share(first + i, tuple(samples[i]), roots[i]) for i in range(count)]
 
     def publish(
         self, version: WeightVersion, consumed: range | Sequence[int], metrics: Mapping[str, float] | None = None

@@ -44,11 +44,12 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     asyncio.run(made.close())
 
 
-def ask(invocation: int, text: str = "Merova", max_tokens: int = 16, seed: int = 0) -> Request:
+def ask(invocation: int, text: str = "Merova", max_tokens: int = 16, **options: Any) -> Request:
     chat = compact_chat()
     messages = (Message("user", text),)
     id = TrajectoryId(0, 0, "planner", invocation)
-    return Request(id, chat.prompt_ids(messages), Sampling(max_tokens=max_tokens, seed=seed), chat.stop_ids, messages)
+    sampling = Sampling(max_tokens=max_tokens, **options)
+    return Request(id, chat.prompt_ids(messages), sampling, chat.stop_ids, messages)
 
 
 def generate(engine: Engine, *requests: Request) -> list[Completion]:
@@ -84,6 +85,13 @@ def test_the_same_request_gets_the_same_turn(engine: Engine) -> None:
     (first,), (again,) = generate(engine, ask(3)), generate(engine, ask(3))
     assert replace(again, logprobs=first.logprobs) == first
     assert again.logprobs == pytest.approx(first.logprobs, abs=1e-5)  # a cached prefix is computed in other shapes
+
+
+@pytest.mark.parametrize("alone", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}], ids=str)
+def test_a_kept_set_of_one_token_is_the_greedy_turn_with_certainty(engine: Engine, alone: dict[str, Any]) -> None:
+    (greedy,), (only,) = generate(engine, ask(0, temperature=0.0)), generate(engine, ask(1, **alone))
+    assert only.token_ids == greedy.token_ids
+    assert only.logprobs == pytest.approx([0.0] * len(only.token_ids), abs=1e-6)
 
 
 def test_nothing_asked_nothing_generated(engine: Engine) -> None:

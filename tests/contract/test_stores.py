@@ -130,7 +130,8 @@ def test_a_second_commit_of_the_same_id_changes_nothing(store: Store) -> None:
     store.commit([other, group(1)], rewards_of(other, group(1), value=0.9))
     assert store.group(0) == (first, rewards_of(first, value=0.1))
     assert store.counts().groups == 2 and store.counts().trajectories == 10
-    assert store.take("searcher", 0, 1) == [[s for s in samples_of(first, 0.1) if s.trajectory.id.agent == "searcher"]]
+    own = tuple(s for s in samples_of(first, 0.1) if s.trajectory.id.agent == "searcher")
+    assert [share.samples for share in store.take("searcher", 0, 1) or ()] == [own]
 
 
 def samples_of(group: Group, value: float | None) -> list[Sample]:
@@ -219,16 +220,16 @@ def test_take_waits_until_every_group_is_there(store: Store) -> None:
     assert store.take("planner", 0, 3) is None
     commit(store, 1)
     taken = store.take("planner", 0, 3)
-    assert taken is not None and [len(samples) for samples in taken] == [2, 2, 2]
+    assert taken is not None and [len(share.samples) for share in taken] == [2, 2, 2]
 
 
 def test_taking_four_of_ten_leaves_six(store: Store) -> None:
     commit(store, *range(10))
     taken = store.take("planner", 0, 4)
-    assert taken is not None and [s[0].trajectory.id.group for s in taken] == [0, 1, 2, 3]
+    assert taken is not None and [share.samples[0].trajectory.id.group for share in taken] == [0, 1, 2, 3]
     store.publish(weights(1), range(4))
     rest = store.take("planner", store.trained("planner"), 6)
-    assert rest is not None and [s[0].trajectory.id.group for s in rest] == [4, 5, 6, 7, 8, 9]
+    assert rest is not None and [share.samples[0].trajectory.id.group for share in rest] == [4, 5, 6, 7, 8, 9]
 
 
 def test_take_gives_an_agent_its_own_rows_in_order_of_rollout_and_invocation(store: Store) -> None:
@@ -237,13 +238,26 @@ def test_take_gives_an_agent_its_own_rows_in_order_of_rollout_and_invocation(sto
     store.commit([shuffled], rewards_of(shuffled))
     taken = store.take("searcher", 0, 1)
     assert taken is not None
-    ids = [(s.trajectory.id.rollout, s.trajectory.id.invocation) for s in taken[0]]
+    ids = [(s.trajectory.id.rollout, s.trajectory.id.invocation) for s in taken[0].samples]
     assert ids == [(0, 0), (0, 1), *((2, i) for i in range(11))]
 
 
 def test_an_agent_that_was_not_called_takes_empty_groups(store: Store) -> None:
     commit(store, 0, 1)
-    assert store.take("verifier", 0, 2) == [[], []]
+    taken = store.take("verifier", 0, 2)
+    assert taken is not None
+    assert [(share.group, share.samples) for share in taken] == [(0, ()), (1, ())]
+
+
+def test_take_tells_what_every_root_was_worth_and_nothing_else_of_it(store: Store) -> None:
+    """A sub-agent's learner can count K and inherit from the planner, rollouts in which it was not called included."""
+    whole = group(0, (2, 0, 1))
+    worth = rewards_of(whole, value=0.25)
+    lost = whole.rollouts[2].root.id
+    store.commit([whole], {**worth, lost: Reward(None, cause="judge timed out")})
+    (share,) = store.take("searcher", 0, 1) or ()
+    assert share.roots == {0: 0.25, 1: 0.25, 2: None}
+    assert {s.trajectory.id.agent for s in share.samples} == {"searcher"}
 
 
 def test_an_unknown_reward_stays_unknown(store: Store) -> None:
@@ -251,7 +265,7 @@ def test_an_unknown_reward_stays_unknown(store: Store) -> None:
     store.commit([whole], rewards_of(whole, value=None))
     taken = store.take("planner", 0, 1)
     assert taken is not None
-    assert taken[0][0].reward == Reward(None, {"format": 1.0, "expert": None}, "judge timed out")
+    assert taken[0].samples[0].reward == Reward(None, {"format": 1.0, "expert": None}, "judge timed out")
     assert {t.reward for t in store.groups(0, 1)[0].trajectories} == {None}
 
 
@@ -321,7 +335,7 @@ def test_a_run_goes_on_after_what_was_trained_not_after_what_was_collected(opene
     again = opener()
     assert again.committed() == 4 and again.trained("planner") == 2
     taken = again.take("planner", again.trained("planner"), 2)
-    assert taken is not None and [s[0].trajectory.id.group for s in taken] == [2, 3]
+    assert taken is not None and [share.samples[0].trajectory.id.group for share in taken] == [2, 3]
     again.close()
 
 

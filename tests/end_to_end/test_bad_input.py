@@ -36,7 +36,7 @@ MISTAKES = {
     "a whole unknown agent": ("agents.planer=3", "--set agents.planer: unknown agent 'planer'"),
     "unknown plug-in": ("tasks.type=wrld", "tasks.type: unknown tasks 'wrld' (did you mean 'world'?)"),
     "unknown engine": ("agents.planner.engine.type=locl", "agents.planner.engine.type: unknown engine 'locl'"),
-    "unknown preset": ("preset=grpo", "preset: unknown preset 'grpo'"),
+    "unknown preset": ("preset=mgrpo", "preset: unknown preset 'mgrpo' (did you mean 'm_grpo'?)"),
     "unknown tool": ('agents.planner.tools=["serch"]', "agents.planner.tools: unknown tool or agent 'serch'"),
     "not whole": ("stages.0.steps=1.5", "stages.0.steps: must be a whole number, got 1.5"),
     "not a number": ("learner.learning_rate=fast", "learner.learning_rate: must be a number, got 'fast'"),
@@ -54,7 +54,10 @@ MISTAKES = {
         "evaluation.tasks={}",
         "evaluation.tasks: missing; name questions that are not trained on",
     ),
-    "loss against rollouts": ("stages.1.policy_loss=sft", "stages.1.policy_loss: 'sft' cannot learn from"),
+    "loss against rollouts": (
+        "stages.1.learner.policy_loss=sft",
+        "stages.1.learner.policy_loss: sft is for collect = 'teacher'",
+    ),
     "window does not divide": (
         "stages.0.weight_sync_steps=3",
         "stages.0.weight_sync_steps: 3 does not divide steps = 4",

@@ -177,10 +177,10 @@ def test_weights_that_moved_in_any_step_of_a_window_are_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent without rows in the last step of a window still learned from the earlier ones."""
-    real: Callable[..., dict[str, float]] = mgrpo.train.update
+    real: Callable[..., dict[str, Any]] = mgrpo.train.update
 
-    def without_rows_in_odd_steps(session: Session, policy: Any, agent: str, *rest: Any) -> dict[str, float]:
-        return {} if agent == "searcher" and rest[-1] % 2 else real(session, policy, agent, *rest)
+    def without_rows_in_odd_steps(session: Session, policy: Any, owner: str, *rest: Any) -> dict[str, Any]:
+        return {owner: {}} if owner == "searcher" and rest[-1] % 2 else real(session, policy, owner, *rest)
 
     monkeypatch.setattr(mgrpo.train, "update", without_rows_in_odd_steps)
     run(tmp_path / "run", tiny(stages=[WARM_UP]))

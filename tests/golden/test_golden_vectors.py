@@ -11,13 +11,14 @@ from itertools import combinations_with_replacement
 
 import pytest
 import torch
+from tiny_rows import POLICY_LOSS, per_turn, row_of
 
 from mgrpo.algorithm.advantages import advantages
 from mgrpo.algorithm.alignment import align, multiplicities
-from mgrpo.algorithm.loss import policy_loss, token_coefficients
+from mgrpo.algorithm.coefficients import token_coefficients
 from mgrpo.algorithm.packing import pack
 from mgrpo.algorithm.rewards import rewards
-from mgrpo.types import Findings, Grade, Parent, Reply, Rollout, Row, Sample, Trajectory, TrajectoryId, Turn
+from mgrpo.types import Findings, Grade, Parent, Reply, Rollout, Sample, Trajectory, TrajectoryId, Turn
 
 EXPERTS = [[0.8], [0.6, 0.9], [0.2, 1.0, 0.5]]
 RIGHT = [1.0, 0.0, 1.0]
@@ -52,10 +53,15 @@ def samples(agent):
 def rows_with(weights, copies=((0, None),)):
     """Rows of the example's rewards under ``weights``; several ``copies`` (offset, weights) make a larger group."""
     return [
-        Row(TrajectoryId(0, k + 3 * offset, "sub", i), 0, (1, 2), (False, True), (0.0, -1.0), (-1, 0), REWARDS[k, i], w)
+        row_of(TrajectoryId(0, k + 3 * offset, "sub", i), (1, 2), (False, True), None, REWARDS[k, i], w)
         for offset, own in copies
         for (k, i), w in (own or weights).items()
     ]
+
+
+def flat(result):
+    """One advantage per row; the example's rows have one turn."""
+    return [value for (value,) in result.values]
 
 
 def moments(weights, copies=((0, None),)):
@@ -63,7 +69,13 @@ def moments(weights, copies=((0, None),)):
     return stats.reward_mean, stats.reward_std
 
 
-WEIGHTED = multiplicities(COUNTS, 2, "weight", ())
+def counted(mode, seed=0):
+    """Multiplicities of the example's calls by (rollout, invocation), without the dropped ones."""
+    drawn = {k: multiplicities(count, 2, mode, (seed, k)) for k, count in COUNTS.items()}
+    return {(k, i): share for k, shares in drawn.items() for i, share in enumerate(shares) if share}
+
+
+WEIGHTED = counted("weight")
 
 
 # ---------------------------------------------------------------- the paper's equations
@@ -71,11 +83,11 @@ WEIGHTED = multiplicities(COUNTS, 2, "weight", ())
 
 def test_main_agent():
     rows = [
-        Row(TrajectoryId(0, k, "main", 0), 0, (1, 2), (False, True), (0.0, -1.0), (-1, 0), reward)
+        row_of(TrajectoryId(0, k, "main", 0), (1, 2), (False, True), None, reward)
         for k, reward in enumerate([1.0, 0.1, 0.0, 1.0])
     ]
     result = advantages(rows)
-    assert result.values == pytest.approx([0.9972413741, -0.8922685978, -1.1022141503, 0.9972413741], abs=1e-9)
+    assert flat(result) == pytest.approx([0.9972413741, -0.8922685978, -1.1022141503, 0.9972413741], abs=1e-9)
     assert result.stats.reward_mean == pytest.approx(0.525, abs=1e-9)
     assert result.stats.reward_std == pytest.approx(0.4763139721, abs=1e-9)
 
@@ -96,7 +108,7 @@ def test_aligned_by_weight():
     result = advantages(rows)
     assert [row.weight for row in rows] == pytest.approx([2, 1, 1, 2 / 3, 2 / 3, 2 / 3])
     assert (result.stats.reward_mean, result.stats.reward_std) == pytest.approx((0.6277778, 0.3408414), abs=1e-6)
-    assert result.values == pytest.approx([0.7987, -0.6683, -1.8418, -0.0815, 1.0921, 0.3586], abs=5e-5)
+    assert flat(result) == pytest.approx([0.7987, -0.6683, -1.8418, -0.0815, 1.0921, 0.3586], abs=5e-5)
 
 
 def test_aligned_by_resampling():
@@ -106,7 +118,7 @@ def test_aligned_by_resampling():
     result = advantages(rows)
     assert sum(row.weight for row in rows) == 6
     assert (result.stats.reward_mean, result.stats.reward_std) == pytest.approx((0.5916667, 0.3167763), abs=1e-6)
-    repeated = [v for v, row in zip(result.values, rows, strict=True) for _ in range(int(row.weight))]
+    repeated = [v for v, row in zip(flat(result), rows, strict=True) for _ in range(int(row.weight))]
     assert repeated == pytest.approx([0.97335, 0.97335, -0.60505, -1.86777, 0.02631, 0.49983], abs=5e-6)
 
 
@@ -114,7 +126,7 @@ def test_aligned_by_resampling():
 
 
 def test_the_resampled_outcomes_are_the_three_and_equally_likely():
-    drawn = [multiplicities(COUNTS, 2, "resample", (seed,)) for seed in range(300)]
+    drawn = [counted("resample", seed) for seed in range(300)]
     assert all(outcome in OUTCOMES for outcome in drawn)
     assert all(abs(drawn.count(outcome) - 100) < 40 for outcome in OUTCOMES)
 
@@ -158,18 +170,18 @@ def gradient(weights, fixed):
     """d loss / d log-probability of every call's tokens, with advantages held fixed."""
     rows = rows_with(weights)
     values = [fixed[row.id.rollout, row.id.invocation] for row in rows]
-    (batch,) = pack(rows, values, token_coefficients(rows), 100, 0)
-    logprobs = torch.full(batch.targets.shape, -1.0, requires_grad=True)
-    loss, _ = policy_loss(logprobs, batch, 0.2, 0.2)
+    (batch,) = pack(rows, per_turn(rows, values), token_coefficients(rows), 100, 0)
+    logprobs = torch.full(batch.row.shape, -1.0, requires_grad=True)
+    loss, _ = POLICY_LOSS(logprobs, torch.zeros_like(logprobs), batch)
     (slopes,) = torch.autograd.grad(loss, logprobs)
-    return {(id.rollout, id.invocation): float(s) for id, s in zip(batch.ids, slopes.sum(-1), strict=True)}
+    return {(id.rollout, id.invocation): float(slopes[batch.row == b].sum()) for b, id in enumerate(batch.ids)}
 
 
 def test_gradients_with_fixed_advantages_are_equal_in_expectation():
-    fixed = dict(zip(WEIGHTED, advantages(rows_with(WEIGHTED)).values, strict=True))
+    fixed = dict(zip(WEIGHTED, flat(advantages(rows_with(WEIGHTED))), strict=True))
     weighted = gradient(WEIGHTED, fixed)
     enumerated = [gradient(outcome, fixed) for outcome in OUTCOMES]
-    sampled = [gradient(multiplicities(COUNTS, 2, "resample", (seed,)), fixed) for seed in range(200)]
+    sampled = [gradient(counted("resample", seed), fixed) for seed in range(200)]
     for key, slope in weighted.items():
         assert sum(g.get(key, 0.0) for g in enumerated) / 3 == pytest.approx(slope, abs=1e-7)
         assert sum(g.get(key, 0.0) for g in sampled) / 200 == pytest.approx(slope, abs=0.03)

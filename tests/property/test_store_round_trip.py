@@ -23,6 +23,7 @@ from mgrpo.types import (
     Reward,
     Rollout,
     Sample,
+    Share,
     Task,
     ToolCall,
     ToolResult,
@@ -138,7 +139,8 @@ def test_any_group_comes_back_exactly(rewarded: tuple[Group, dict[TrajectoryId, 
         for agent in AGENTS:
             expected = [Sample(t, rewards[t.id]) for r in group.rollouts for t in r.trajectories if t.id.agent == agent]
             expected.sort(key=lambda sample: sample.trajectory.id)
-            assert store.take(agent, 5, 1) == [expected]
+            roots = {r.index: rewards[r.root.id].value for r in group.rollouts if r.trajectories}
+            assert store.take(agent, 5, 1) == [Share(5, tuple(expected), roots)]
         (summary,) = store.groups(5, 1)
         assert {t.id: t.reward for t in summary.trajectories} == {id: reward.value for id, reward in rewards.items()}
 
@@ -160,7 +162,7 @@ def test_order_is_by_key_whatever_the_order_of_arrival(arrivals: list[int], repe
         assert store.committed() == 8 and store.counts().groups == 8
         taken = store.take("searcher", 0, 8)
         assert taken is not None
-        ids = [[s.trajectory.id for s in samples] for samples in taken]
+        ids = [[s.trajectory.id for s in share.samples] for share in taken]
         assert ids == [[TrajectoryId(g, 0, "searcher", i) for i in range(g % 3)] for g in range(8)]
         assert [summary.id for summary in store.groups(0, 8)] == list(range(8))
 

@@ -37,65 +37,47 @@ CALLS = [sample(k, i) for k, d_k in enumerate([1, 2, 3]) for i in range(d_k)]
 
 
 def test_weight_is_the_expected_multiplicity():
-    assert multiplicities({0: 1, 1: 2, 2: 3, 3: 0}, 2, "weight", ()) == {
-        (0, 0): 2.0,
-        (1, 0): 1.0,
-        (1, 1): 1.0,
-        (2, 0): 2 / 3,
-        (2, 1): 2 / 3,
-        (2, 2): 2 / 3,
-    }
+    assert [multiplicities(count, 2, "weight", ()) for count in (0, 1, 2)] == [[], [2.0], [1.0, 1.0]]
+    assert multiplicities(3, 2, "weight", ()) == [2 / 3] * 3
 
 
 def test_none_counts_every_call_once():
-    assert set(multiplicities({0: 1, 1: 5}, 2, "none", ()).values()) == {1.0}
+    assert multiplicities(5, 2, "none", ()) == [1.0] * 5
 
 
 def test_resample_duplicates_and_drops_to_exactly_d():
-    drawn = multiplicities({0: 1, 1: 2, 2: 3, 3: 0, 4: 20}, 4, "resample", (7, 0))
-    totals = Counter()
-    for (rollout, _), weight in drawn.items():
-        assert weight == int(weight) >= 1
-        totals[rollout] += weight
-    assert totals == {0: 4, 1: 4, 2: 4, 4: 4}
-    assert all((2, i) in drawn for i in range(3)), "below d every call is kept"
-    assert all(weight == 1 for (rollout, _), weight in drawn.items() if rollout == 4), "above d nothing is duplicated"
+    for count in (1, 2, 3, 20):
+        drawn = multiplicities(count, 4, "resample", (7, 0, count))
+        assert sum(drawn) == 4 and all(share == int(share) for share in drawn)
+        assert len(drawn) == count
+        assert min(drawn) >= 1 if count <= 4 else max(drawn) == 1, "below d every call is kept, above none is repeated"
+    assert multiplicities(0, 4, "resample", (7, 0)) == []
 
 
-def test_resample_is_a_pure_function_of_its_key_and_of_one_rollout():
-    drawn = multiplicities({0: 3, 1: 5}, 2, "resample", (7, 0, "searcher"))
-    assert drawn == multiplicities({1: 5, 0: 3}, 2, "resample", (7, 0, "searcher"))
-    alone = multiplicities({1: 5}, 2, "resample", (7, 0, "searcher"))
-    assert alone == {key: weight for key, weight in drawn.items() if key[0] == 1}
-    others = [multiplicities({0: 3, 1: 5}, 2, "resample", (seed, 0, "searcher")) for seed in range(20)]
-    assert any(other != drawn for other in others)
+def test_resample_is_a_pure_function_of_its_key():
+    drawn = multiplicities(5, 2, "resample", (7, 0, "searcher", 1))
+    assert drawn == multiplicities(5, 2, "resample", (7, 0, "searcher", 1))
+    assert any(multiplicities(5, 2, "resample", (seed, 0, "searcher", 1)) != drawn for seed in range(20))
 
 
 def test_resample_draws_are_pinned():
-    """The same seed draws the same calls on every machine and numpy version."""
-    assert multiplicities({0: 2, 1: 5}, 4, "resample", (0, 0, 0, "searcher")) == {
-        (0, 0): 3.0,
-        (0, 1): 1.0,
-        (1, 0): 1.0,
-        (1, 1): 1.0,
-        (1, 2): 1.0,
-        (1, 3): 1.0,
-    }
+    """The same seed draws the same calls on every machine."""
+    assert multiplicities(2, 4, "resample", (0, 0, 0, "searcher", 0)) == [2.0, 2.0]
+    assert multiplicities(5, 4, "resample", (0, 0, 0, "searcher", 1)) == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_resample_frequencies_are_uniform():
     duplicated, kept = Counter(), Counter()
     for seed in range(600):
-        drawn = multiplicities({0: 2, 1: 3}, 3, "resample", (seed,))
-        duplicated.update({i: drawn[0, i] - 1 for i in range(2)})
-        kept.update(i for (rollout, i) in multiplicities({1: 3}, 1, "resample", (seed,)) if rollout == 1)
+        duplicated.update({i: share - 1 for i, share in enumerate(multiplicities(2, 3, "resample", (seed,)))})
+        kept.update(i for i, share in enumerate(multiplicities(3, 1, "resample", (seed, "kept"))) if share)
     assert all(abs(count - 300) < 75 for count in duplicated.values())
     assert all(abs(count - 200) < 70 for count in kept.values())
 
 
 def test_a_target_below_one_is_refused():
     with pytest.raises(ValueError, match="trajectories_per_rollout must be at least 1"):
-        multiplicities({0: 1}, 0, "weight", ())
+        multiplicities(1, 0, "weight", ())
 
 
 @pytest.mark.parametrize(
@@ -173,7 +155,7 @@ def test_samples_none_of_which_is_graded_never_become_zero():
         [sample(0, 0, None), sample(1, 0, -1.0), sample(2, 0, -1.0), sample(3, 0, None)], "none", None, seed=0, step=0
     )
     assert [row.id.rollout for row in rows] == [1, 2]
-    assert advantages(rows).values == (0.0, 0.0)
+    assert advantages(rows).values == ((0.0,), (0.0,))
 
 
 def test_rows_are_grouped_by_id_not_by_arrival():
@@ -184,7 +166,7 @@ def test_rows_are_grouped_by_id_not_by_arrival():
         sample(1, 0, 1.0, group=1),
         sample(1, 0, 0.0, group=2),
     ]
-    assert set(advantages(align(arrivals, "weight", 1, seed=0, step=0)).values) == {0.0}
+    assert set(advantages(align(arrivals, "weight", 1, seed=0, step=0)).values) == {(0.0,)}
 
 
 # ---------------------------------------------------------------- rows

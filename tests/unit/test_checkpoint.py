@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import tiny_model
-from tiny_rows import batches, random_rows
+from tiny_rows import SFT_LOSS, batches, random_rows
 
-from mgrpo.algorithm.loss import sft_loss
 from mgrpo.errors import CheckpointError
 from mgrpo.policy import checkpoint
 from mgrpo.policy.update import Policy, Schedule
@@ -22,7 +21,7 @@ def trained(steps: int = 1) -> Policy:
     policy = Policy(tiny_model())
     policy.begin(PLAN)
     for step in range(steps):
-        policy.update(batches(random_rows()), sft_loss, step)
+        policy.update(batches(random_rows()), SFT_LOSS, step)
     return policy
 
 
@@ -44,7 +43,7 @@ def test_what_is_saved_is_loaded(saved: tuple[Path, str, Policy]) -> None:
     checkpoint.load(loaded, folder, checksum, "rl")
     assert same_weights(loaded, policy)
     for one in (policy, loaded):
-        one.update(batches(random_rows()), sft_loss, 1)
+        one.update(batches(random_rows()), SFT_LOSS, 1)
     assert same_weights(loaded, policy)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCABULARY, plain_logprobs, tiny_model
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mgrpo.engines.base import Completion, Request, Sampling
-from mgrpo.engines.decode import Decoder, _new_row, _sample, check_decoding, uniforms
+from mgrpo.engines.decode import Decoder, _new_row, _sample, check_decoding, kept_set, uniforms
 from mgrpo.engines.local import Local, Settings
 from mgrpo.errors import ConfigError, DataError
 from mgrpo.types import TrajectoryId
@@ -207,6 +209,67 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     )
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 2.0, -torch.inf]])
     assert [int(_sample(logits, [row], step)[0]) for step in (0, 1)] == [1, 3]
+    for draw in torch.randn(50, 1, 60, generator=torch.Generator().manual_seed(0)):  # sums a little off 1
+        logits = torch.cat([draw, torch.full((1, 4), -torch.inf)], dim=1)
+        assert int(_sample(logits, [row], 1)[0]) < 60
+
+
+PROBABILITIES = [0.0625, 0.25, 0.0625, 0.5, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [3, 1, 4, 0, 2]),
+        ({"top_k": 2}, [3, 1]),
+        ({"top_k": 4}, [3, 1, 4, 0]),  # of equally likely ones the lower id
+        ({"top_k": 99}, [3, 1, 4, 0, 2]),
+        ({"top_p": 0.74}, [3, 1]),  # crossed by the second, which stays
+        ({"top_p": 0.76}, [3, 1, 4]),
+        ({"top_p": 0.0}, [3]),
+        ({"min_p": 0.24}, [3, 1, 4]),
+        ({"top_k": 3, "top_p": 0.8}, [3, 1]),  # 4/7, 2/7, 1/7 of the three: 6/7 reach it, of all .75 would not
+        ({"top_p": 0.95, "min_p": 0.3}, [3, 1]),
+        ({"top_p": 0.6, "temperature": 0.5}, [3]),  # squares: 16/22 reach what .5 does not
+    ],
+)
+def test_the_kept_set_of_a_worked_example(options: dict[str, Any], kept: list[int]) -> None:
+    sampling = Sampling(**options)
+    logprobs = torch.log_softmax(torch.tensor(PROBABILITIES).log() / sampling.temperature, 0)
+    assert kept_set(logprobs, sampling).tolist() == kept
+    mass = sum(PROBABILITIES[i] ** (1 / sampling.temperature) for i in kept)
+    asked = rows(*[Sampling(**options, seed=seed) for seed in range(60)])
+    tokens = _sample(torch.tensor(PROBABILITIES).log().expand(60, 5), asked, 0).tolist()
+    assert set(tokens) <= set(kept) and set(kept[:2]) <= set(tokens)
+    for row, token in zip(asked, tokens, strict=True):  # renormalised
+        assert row.logprobs == pytest.approx([math.log(PROBABILITIES[token] ** (1 / sampling.temperature) / mass)])
+
+
+def test_truncation_of_one_request_leaves_the_others_bit_for_bit() -> None:
+    model, requests = tiny_model(), ragged()
+    plain = Decoder(model).decode(requests, 0)
+    cut = replace(requests[0], sampling=replace(requests[0].sampling, top_k=3, top_p=0.9, min_p=0.1))
+    assert Decoder(model).decode([cut, *requests[1:]], 0)[1:] == plain[1:]
+    greedy = [replace(r, sampling=Sampling(0.0, 8, 5)) for r in requests]
+    same = [replace(r, sampling=Sampling(0.0, 8, 5, top_p=0.5, top_k=1, min_p=0.5)) for r in requests]
+    assert Decoder(model).decode(same, 0) == Decoder(model).decode(greedy, 0)
+
+
+def test_a_truncated_turn_is_scored_over_the_kept_set_at_every_token() -> None:
+    """Against the warpers of transformers on plain forward passes."""
+    model = tiny_model()
+    sampling = Sampling(0.7, 8, 5, top_p=0.9, top_k=12, min_p=0.02)
+    warpers = [TopKLogitsWarper(12), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)]
+    requests = [replace(request, sampling=sampling) for request in ragged()]
+    for request, completion in zip(requests, Decoder(model).decode(requests, 0), strict=True):
+        ids = torch.tensor([request.prompt_ids + completion.token_ids])
+        with torch.no_grad():
+            scores = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1] / 0.7
+        for warper in warpers:
+            scores = warper(None, scores)
+        sampled = torch.tensor(completion.token_ids)[:, None]
+        expected = torch.log_softmax(scores, -1).gather(1, sampled)[:, 0].tolist()
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_sampling_noise_does_not_depend_on_the_batch() -> None:

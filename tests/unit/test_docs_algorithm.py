@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.algorithm import advantages, alignment, loss
+from mgrpo.algorithm import advantages, alignment, coefficients, comparison, loss
+from mgrpo.config import LearnerConfig
+from mgrpo.config.presets import PRESETS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithm.md").read_text(encoding="utf-8")
 NAMES = sorted(set(re.findall(r"`(mgrpo(?:\.\w+)+)`", TEXT)))
@@ -22,7 +24,17 @@ def test_every_name_exists(name):
 
 def test_every_stage_is_on_the_map():
     stages = {name.split(".")[2] for name in NAMES if name.startswith("mgrpo.algorithm.")}
-    assert stages == {"rewards", "alignment", "advantages", "loss", "packing"}
+    assert stages == {
+        "rewards",
+        "shaping",
+        "alignment",
+        "comparison",
+        "advantages",
+        "coefficients",
+        "correction",
+        "loss",
+        "packing",
+    }
 
 
 def test_every_equation_of_the_paper_is_on_the_map():
@@ -35,6 +47,21 @@ def test_every_equation_of_the_paper_is_on_the_map():
 
 
 def test_every_choice_of_an_option_is_on_the_map():
-    for options in (alignment.Mode, loss.LossAggMode, advantages.ScaleRewards):
+    kinds = (alignment.Mode, comparison.CompareWith, advantages.ScaleRewards, coefficients.LossAggMode, loss.PolicyLoss)
+    for options in (*kinds, loss.KlEstimator):
         for value in options.__args__:
             assert f'"{value}"' in TEXT, value
+
+
+MECHANICS = {"optimizer", "learning_rate", "lr_scheduler", "warmup_steps", "min_lr_ratio", "adam_betas", "weight_decay"}
+MECHANICS |= {"max_grad_norm", "max_tokens_per_microbatch", "max_skipped_steps"}
+
+
+@pytest.mark.parametrize("key", sorted(LearnerConfig.model_fields.keys() - MECHANICS))
+def test_every_option_of_the_objective_is_explained(key):
+    assert f"`{key}" in TEXT
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_its_line(name):
+    assert re.search(rf"^\| `{name}`", TEXT, re.MULTILINE)

@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+from tiny_rows import POLICY_LOSS, SFT_LOSS, per_turn, row_of
 
 from mgrpo.algorithm.advantages import advantages
-from mgrpo.algorithm.loss import TokenSums, clipped_surrogate, policy_loss, sft_loss, token_coefficients
+from mgrpo.algorithm.coefficients import gradient_mass, token_coefficients
+from mgrpo.algorithm.loss import Objective, TokenSums, token_loss
 from mgrpo.algorithm.packing import pack
-from mgrpo.types import Row, TrajectoryId
+from mgrpo.types import TrajectoryId
 
-MODES = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
+MODES = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "rollout-mean"]
+ONE_ROW = torch.zeros(2, dtype=torch.int64)
 VOCABULARY = 11
 
 
@@ -30,7 +33,7 @@ class Causal(torch.nn.Module):
         states = (self.embedding[batch.input_ids] + self.position[batch.position_ids]).cumsum(1).tanh()
         scores = (states @ self.head).log_softmax(-1)[:, :-1]
         chosen = scores.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
-        return torch.nn.functional.pad(chosen, (1, 0))
+        return chosen[batch.targets[:, 1:]]
 
     def gradient(self, loss):
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(self.parameters()))])
@@ -40,13 +43,20 @@ def row(sampled, rollout=0, *, prompt=2, group=0, segment=0, weight=1.0, reward=
     tokens = tuple((3 * rollout + 5 * i + group) % VOCABULARY for i in range(prompt + sampled))
     mask = (False,) * prompt + (True,) * sampled
     logprobs = tuple(old - 0.1 * (i % 3) if m else 0.0 for i, m in enumerate(mask))
-    return Row(TrajectoryId(group, rollout, "a", 0), segment, tokens, mask, logprobs, (0,) * len(mask), reward, weight)
+    return row_of(TrajectoryId(group, rollout, "a", 0), tokens, mask, logprobs, reward, weight, segment)
 
 
-def total(rows, *, model, budget=1000, mode="seq-mean-token-mean", low=0.2, high=0.2, drop_zero=False):
+def surrogate(new, advantages, **options):
+    """J of each token, against a policy that gave it probability 1."""
+    return -token_loss(
+        new, torch.zeros_like(new), advantages, torch.zeros(new.shape, dtype=torch.int64), Objective(**options)
+    )
+
+
+def total(rows, *, model, budget=1000, mode="seq-mean-token-mean", drop_zero=False):
     """Loss, gradient and metrics of a whole optimiser step, added over its micro-batches."""
     batches = pack(rows, advantages(rows).values, token_coefficients(rows, mode), budget, 0, drop_zero)
-    parts = [policy_loss(model.logprobs(batch), batch, low, high) for batch in batches]
+    parts = [POLICY_LOSS(new := model.logprobs(batch), torch.zeros_like(new), batch) for batch in batches]
     loss = torch.stack([part for part, _ in parts]).sum()
     return loss.detach(), model.gradient(loss), sum((sums for _, sums in parts), TokenSums())
 
@@ -66,19 +76,26 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("token-mean", 0.75), ("seq-mean-token-mean", 0.5), ("seq-mean-token-sum", 1.5)]
+    ("mode", "expected"),
+    [
+        ("token-mean", 0.75),
+        ("seq-mean-token-mean", 0.5),
+        ("seq-mean-token-sum", 1.5),
+        ("seq-mean-token-sum-norm", 0.375),
+        ("rollout-mean", 0.5),
+    ],
 )
 @pytest.mark.parametrize("budget", [10, 3])
 def test_aggregation_is_the_same_in_any_split(mode, expected, budget):
     """verl #6957: token losses A [1, 1, 1] and B [0]; the micro-batches are {A, B} or {A}, {B}."""
     rows = [row(3, 0, prompt=1), row(1, 1, prompt=1)]
-    batches = pack(rows, [1.0, 1.0], token_coefficients(rows, mode), budget, 0)
+    batches = pack(rows, per_turn(rows, [1.0, 1.0]), token_coefficients(rows, mode, 4.0), budget, 0)
     assert len(batches) == (1 if budget == 10 else 2)
     token_losses = {0: 1.0, 1: 0.0}
     loss = 0.0
     for batch in batches:
-        per_row = torch.tensor([[token_losses[id.rollout]] for id in batch.ids])
-        loss += float(sft_loss(-per_row.expand(batch.targets.shape), batch)[0])
+        new = torch.tensor([-token_losses[batch.ids[b].rollout] for b in batch.row])
+        loss += float(SFT_LOSS(new, torch.zeros_like(new), batch)[0])
     assert loss == pytest.approx(expected)
 
 
@@ -121,8 +138,8 @@ def test_a_row_with_everything_masked_leaves_the_denominator(mode):
     ],
 )
 def test_clipping_is_pessimistic_on_both_sides(ratio, advantage, objective, flows):
-    new = torch.tensor(math.log(ratio), dtype=torch.float64, requires_grad=True)
-    value = clipped_surrogate(new, torch.zeros_like(new), torch.tensor(advantage), 0.2, 0.2)
+    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    value = surrogate(new, torch.tensor([advantage]))
     assert value.item() == pytest.approx(objective)
     (gradient,) = torch.autograd.grad(value, new)
     assert gradient.item() == pytest.approx(ratio * advantage if flows else 0.0)
@@ -130,20 +147,19 @@ def test_clipping_is_pessimistic_on_both_sides(ratio, advantage, objective, flow
 
 def test_the_two_clip_ratios_are_independent():
     new = torch.log(torch.tensor([1.5, 0.5]))
-    assert clipped_surrogate(new, torch.zeros(2), torch.tensor([1.0, -1.0]), 0.1, 0.28).tolist() == pytest.approx(
-        [1.28, -0.9]
-    )
+    found = surrogate(new, torch.tensor([1.0, -1.0]), clip_ratio_low=0.1, clip_ratio_high=0.28)
+    assert found.tolist() == pytest.approx([1.28, -0.9])
 
 
 def test_on_policy_the_gradient_is_the_plain_policy_gradient():
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
-    objective = clipped_surrogate(new, new.detach(), torch.tensor([0.7, -0.3]), 0.2, 0.2).sum()
+    objective = -token_loss(new, new.detach(), torch.tensor([0.7, -0.3]), ONE_ROW, Objective()).sum()
     assert torch.autograd.grad(objective, new)[0].tolist() == pytest.approx([0.7, -0.3])
 
 
 def test_a_policy_far_from_its_sampler_stays_finite():
     new = torch.tensor([0.0, -1e4], requires_grad=True)
-    value = clipped_surrogate(new, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, -1.0]), 0.2, 0.2).sum()
+    value = token_loss(new, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, -1.0]), ONE_ROW, Objective()).sum()
     assert torch.isfinite(value) and torch.isfinite(torch.autograd.grad(value, new)[0]).all()
 
 
@@ -172,50 +188,43 @@ def test_dropping_rows_of_advantage_zero_does_not_change_the_gradient(mode):
     assert (metrics.tokens, dropped_metrics.tokens) == (28, 16)
 
 
-def test_what_stands_off_targets_is_never_read():
-    """AReaL #1346, SkyRL #1633: padding, prompt and NaN outside the mask."""
-    batch = pack([row(3, 0), row(1, 1)], [1.0, -1.0], [0.5, 0.5], 100, 0)[0]
-    clean = torch.full(batch.targets.shape, -2.1, requires_grad=True)
-    dirty = torch.where(batch.targets, clean.detach(), torch.nan).requires_grad_()
-    for function in (lambda x: policy_loss(x, batch, 0.2, 0.2), lambda x: sft_loss(x, batch)):
-        (loss, sums), (dirty_loss, dirty_sums) = function(clean), function(dirty)
-        assert loss.item() == dirty_loss.item()
-        assert sums == dirty_sums
-        gradient = torch.autograd.grad(dirty_loss, dirty)[0]
-        assert torch.equal(gradient, torch.autograd.grad(loss, clean)[0])
-        assert (gradient[~batch.targets] == 0).all()
-
-
 def test_an_empty_mask_is_loss_zero_and_no_metric():
     """NeMo-RL #166."""
-    batch = pack([row(0, 0)], [1.0], [0.0], 100, 0)[0]
-    logprobs = torch.zeros(batch.targets.shape, requires_grad=True)
-    for loss, sums in (policy_loss(logprobs, batch, 0.2, 0.2), sft_loss(logprobs, batch)):
+    empty = row(0, 0)
+    batch = pack([empty], per_turn([empty], [1.0]), [0.0], 100, 0)[0]
+    logprobs = torch.zeros(0, requires_grad=True)
+    for function in (POLICY_LOSS, SFT_LOSS):
+        loss, sums = function(logprobs, torch.zeros(0), batch)
         assert loss.item() == 0.0
-        assert torch.autograd.grad(loss, logprobs)[0].abs().sum() == 0
         assert sums.metrics() == {}
 
 
 def test_supervised_loss_is_the_weighted_negative_log_likelihood():
     rows = [row(2, 0, weight=3.0), row(4, 1, weight=1.0)]
-    batch = pack(rows, [1.0, 1.0], token_coefficients(rows), 100, 0)[0]
-    logprobs = torch.full(batch.targets.shape, -0.5)
-    logprobs[[id.rollout for id in batch.ids].index(1)] = -1.0
-    loss, sums = sft_loss(logprobs, batch)
+    batch = pack(rows, per_turn(rows, [1.0, 1.0]), token_coefficients(rows), 100, 0)[0]
+    logprobs = torch.tensor([-0.5 if batch.ids[b].rollout == 0 else -1.0 for b in batch.row])
+    loss, sums = SFT_LOSS(logprobs, torch.zeros_like(logprobs), batch)
     assert loss.item() == pytest.approx((3 * 0.5 + 1 * 1.0) / 4)
     assert (sums.tokens, sums.metrics()["nll"]) == (6, pytest.approx((2 * 0.5 + 4 * 1.0) / 6))
 
 
 def test_metrics_of_known_tokens():
-    source = Row(TrajectoryId(0, 0, "a", 0), 0, (1,) * 5, (False,) + (True,) * 4, (0.0,) + (-1.0,) * 4, (0,) * 5, 1.0)
-    batch = pack([source], [1.0], [0.25], 10, 0)[0]
-    ratios = torch.tensor([[1.0, 1.5, 1.1, 0.5, 1.0]])
-    metrics = policy_loss(ratios.log() - 1.0, batch, 0.2, 0.2)[1].metrics()
+    source = row_of(TrajectoryId(0, 0, "a", 0), (1,) * 5, (False,) + (True,) * 4)
+    batch = pack([source], [(1.0,)], [0.25], 10, 0)[0]
+    ratios = torch.tensor([1.5, 1.1, 0.5, 1.0])
+    metrics = POLICY_LOSS(ratios.log() - 1.0, torch.full((4,), 0.5), batch)[1].metrics()
     logs = [math.log(1.5), math.log(1.1), math.log(0.5), 0.0]
-    assert metrics["clip_fraction"] == 0.25
+    assert (metrics["clip_fraction"], metrics["entropy"]) == (0.25, 0.5)
     assert metrics["ratio_max"] == pytest.approx(1.5)
     assert metrics["approx_kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in logs) / 4, rel=1e-5)
+    assert metrics["rollout_kl"] == pytest.approx(metrics["approx_kl"])
     assert metrics["logprob_abs_diff"] == pytest.approx(sum(abs(x) for x in logs) / 4, rel=1e-5)
+
+
+def test_gradient_mass_is_told_by_agent_and_invocation():
+    rows = [row(2, 0), row(3, 1)]
+    mass = gradient_mass(rows, per_turn(rows, [0.5, -1.0]), [0.25, 0.1])
+    assert mass == {("a", 0): pytest.approx(0.25 * 0.5 * 2 + 0.1 * 1.0 * 3)}
 
 
 def test_metric_sums_add_up():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_rows import per_turn, row_of
 
 from mgrpo.algorithm.packing import pack
-from mgrpo.types import Row, TrajectoryId
+from mgrpo.types import Reply, Row, TrajectoryId, Turn
 
 PAD = 99
 
@@ -16,12 +17,12 @@ def row(length, rollout=0, *, segment=0, sampled=1):
     tokens = tuple(10 * rollout + i for i in range(length))
     mask = (False,) * (length - sampled) + (True,) * sampled
     logprobs = tuple(-t / 100 if m else 0.0 for t, m in zip(tokens, mask, strict=True))
-    return Row(TrajectoryId(0, rollout, "searcher", 0), segment, tokens, mask, logprobs, (0,) * length, 1.0)
+    return row_of(TrajectoryId(0, rollout, "searcher", 0), tokens, mask, logprobs, segment=segment)
 
 
 def packed(rows, budget=1000, **options):
     numbers = [float(i + 1) for i in range(len(rows))]
-    return pack(rows, numbers, [n / 10 for n in numbers], budget, PAD, **options)
+    return pack(rows, per_turn(rows, numbers), [n / 10 for n in numbers], budget, PAD, **options)
 
 
 def test_one_batch_right_padded():
@@ -31,36 +32,28 @@ def test_one_batch_right_padded():
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert batch.targets.tolist() == [[False, False, True, True], [False, True, False, False]]
-    assert batch.advantages.tolist() == [[0, 0, 2, 2], [0, 1, 0, 0]]
-    torch.testing.assert_close(batch.coefficients, torch.tensor([[0, 0, 0.2, 0.2], [0, 0.1, 0, 0]]))
-    torch.testing.assert_close(batch.old_logprobs, torch.tensor([[0, 0, -0.22, -0.23], [0, -0.11, 0, 0]]))
+    assert batch.indices == (1, 0)
+    assert batch.row.tolist() == [0, 0, 1]
+    assert batch.advantages.tolist() == [2, 2, 1]
+    torch.testing.assert_close(batch.coefficients, torch.tensor([0.2, 0.2, 0.1]))
+    torch.testing.assert_close(batch.behaviour_logprobs, torch.tensor([-0.22, -0.23, -0.11]))
     assert (batch.input_ids.dtype, batch.targets.dtype) == (torch.int64, torch.bool)
 
 
 def test_a_log_probability_belongs_to_its_own_token():
     """verl #3287: tokens 10..13, the third sampled; over predictions the mask is [0, 1, 0] and scores token 12."""
-    source = Row(
-        TrajectoryId(0, 0, "a", 0),
-        0,
-        (10, 11, 12, 13),
-        (False, False, True, False),
-        (0, 0, -0.7, 0),
-        (-1, -1, 3, -1),
-        1.0,
-    )
-    (batch,) = pack([source], [1.0], [1.0], 8, PAD)
+    source = row_of(TrajectoryId(0, 0, "a", 0), (10, 11, 12, 13), (False, False, True, False), (0, 0, -0.7, 0))
+    (batch,) = packed([source])
     predictions = batch.targets[:, 1:]
     assert predictions.tolist() == [[False, True, False]]
     assert batch.input_ids[:, 1:][predictions].tolist() == [12]
-    assert batch.old_logprobs[batch.targets].tolist() == pytest.approx([-0.7])
+    assert batch.behaviour_logprobs.tolist() == pytest.approx([-0.7])
 
 
 def test_padding_is_found_by_position_not_by_token():
     """verl #1381: a sampled end token equal to the pad token is trained, padding is not."""
-    source = Row(
-        TrajectoryId(0, 0, "a", 0), 0, (4, 5, 6, PAD), (False, True, True, True), (0, -1, -1, -1), (-1, 0, 0, 0), 1.0
-    )
-    (batch,) = pack([source, row(6, 1)], [1.0, 1.0], [1.0, 1.0], 100, PAD)
+    source = row_of(TrajectoryId(0, 0, "a", 0), (4, 5, 6, PAD), (False, True, True, True))
+    (batch,) = packed([source, row(6, 1)])
     assert batch.input_ids[1].tolist() == [4, 5, 6, PAD, PAD, PAD]
     assert batch.targets[1].tolist() == [False, True, True, True, False, False]
     assert batch.attention_mask[1].tolist() == [1, 1, 1, 1, 0, 0]
@@ -87,10 +80,10 @@ def test_order_is_a_function_of_length_and_id():
 
 def test_rows_that_teach_nothing_can_be_dropped():
     rows = [row(3, k) for k in range(4)]
-    (batch,) = pack(rows, [0.0, 1.0, -1.0, 2.0], [0.5, 0.5, 0.5, 0.0], 100, PAD, drop_zero=True)
+    (batch,) = pack(rows, per_turn(rows, [0.0, 1.0, -1.0, 2.0]), [0.5, 0.5, 0.5, 0.0], 100, PAD, drop_zero=True)
     assert [id.rollout for id in batch.ids] == [1, 2]
-    assert pack(rows[:1], [0.0], [0.5], 100, PAD, drop_zero=True) == []
-    assert len(pack(rows, [0.0] * 4, [0.5] * 4, 100, PAD)[0].ids) == 4
+    assert pack(rows[:1], [(0.0,)], [0.5], 100, PAD, drop_zero=True) == []
+    assert len(pack(rows, [(0.0,)] * 4, [0.5] * 4, 100, PAD)[0].ids) == 4
 
 
 def test_moving_a_batch_keeps_every_field():
@@ -104,16 +97,27 @@ def test_moving_a_batch_keeps_every_field():
         "targets",
         "advantages",
         "coefficients",
-        "old_logprobs",
+        "row",
+        "behaviour_logprobs",
     ):
         assert torch.equal(getattr(moved, name), getattr(batch, name)), name
 
 
+def test_rejected_targets_leave_everything_that_speaks_of_targets():
+    (batch,) = packed([row(2, 1), row(4, 2, sampled=2)])
+    left = batch.keeping(torch.tensor([True, False, True]))
+    assert left.targets.tolist() == [[False, False, True, False], [False, True, False, False]]
+    assert (left.row.tolist(), left.advantages.tolist()) == ([0, 1], [2, 1])
+    assert left.weighed([0.5, 0.25]).coefficients.tolist() == [0.25, 0.5], "by where the row stood when it was packed"
+
+
 def test_wrong_lengths_are_named():
     with pytest.raises(ValueError, match="2 rows, 1 advantages, 2 coefficients"):
-        pack([row(2), row(2, 1)], [1.0], [1.0, 1.0], 10, PAD)
-    short = Row(TrajectoryId(3, 1, "a", 0), 0, (1, 2, 3), (False, True, True), (0.0, -0.1), (-1, 0, 0), 1.0)
-    with pytest.raises(ValueError, match="g3/r1/a/0 segment 0: 3 tokens, 3 mask, 2 log-probabilities"):
+        pack([row(2), row(2, 1)], [(1.0,)], [1.0, 1.0], 10, PAD)
+    with pytest.raises(ValueError, match="g0/r0/searcher/0 segment 0: 2 advantages for 1 turns"):
+        pack([row(2)], [(1.0, 1.0)], [1.0], 10, PAD)
+    short = Row(TrajectoryId(3, 1, "a", 0), 0, (Turn((1,), (2, 3), (-0.1,), 0, "stop", "", Reply()),), 1.0)
+    with pytest.raises(ValueError, match="g3/r1/a/0 segment 0: a turn has 2 tokens, 1 log-probabilities"):
         packed([short])
 
 

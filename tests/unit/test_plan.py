@@ -8,44 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_samples import config_of
+from report_samples import config_of, meaning, team
 
-from mgrpo.config import Config, TinyModel, load
+from mgrpo.config import TinyModel, load
 from mgrpo.errors import ConfigError, DataError
 from mgrpo.report.model_size import folder_size, memory, tiny_size, version_bytes
 from mgrpo.report.notation import size
-from mgrpo.report.plan import (
-    comparison_lines,
-    expected_rows,
-    loss_lines,
-    memories,
-    memory_lines,
-    model_sizes,
-    plan_text,
-    reward_lines,
-)
+from mgrpo.report.plan import expected_rows, memories, memory_lines, model_sizes, plan_text
 from mgrpo.tasks.world import Settings as WorldSettings
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-
-
-def agent(role: str = "subagent", **options: Any) -> dict[str, Any]:
-    return {"role": role, "model": {"type": "tiny"}, "format": "compact", **options}
-
-
-def team(searcher: dict[str, Any] | None = None, **changes: Any) -> Config:
-    planner = agent("planner", tools=["searcher"])
-    return config_of(
-        agents={"planner": planner, "searcher": agent(tools=["search", "visit"]) | (searcher or {})}, **changes
-    )
-
-
-def meaning(lines: list[tuple[str, str]], term: str) -> str:
-    """What stands beside ``term``, with what follows it under no term of its own."""
-    terms = [name for name, _ in lines]
-    start = terms.index(term)
-    end = next((i for i in range(start + 1, len(lines)) if terms[i]), len(lines))
-    return " ".join(text for _, text in lines[start:end])
 
 
 # ---------------------------------------------------------------- sizes
@@ -231,27 +203,6 @@ def test_rows_of_a_step_are_those_that_alignment_leaves() -> None:
     assert len(align(searchers, "resample", 3, seed=0, step=0)) == sum(min(made, 3) for made in range(6))
 
 
-def test_rewards_with_the_recipe_s_numbers() -> None:
-    lines = reward_lines(team({"reward_weights": {"format": 0.2, "correct_main": 0.3, "expert": 0.5}}))
-    assert meaning(lines, "R(planner)").startswith("0.1 format + 0.9 correct if")
-    assert meaning(lines, "R(searcher)").startswith("0.2 format + 0.3 correct_main + 0.5 expert if")
-    excluding = reward_lines(config_of(rollout={"unknown_reward": "exclude"}))
-    assert "it excludes the trajectory" in meaning(excluding, "terms")
-    assert "my.module:f(rollout, grades, weights, unknown)" in reward_lines(config_of(reward="my.module:f"))[0][1]
-
-
-def test_comparisons_in_words() -> None:
-    lines = comparison_lines(team())
-    assert "its 8 attempts at one question" in meaning(lines, "planner")
-    assert "A = (R - mu) / sigma" in meaning(lines, "planner")
-    assert "d_k calls counts 8/d_k" in meaning(lines, "searcher")
-    assert "to 8 per attempt" in meaning(comparison_lines(team({"align": "resample"})), "searcher")
-    assert "every call counts 1" in meaning(comparison_lines(team({"align": "none"})), "searcher")
-    assert meaning(comparison_lines(team({"trainable": False})), "searcher").startswith("nobody")
-    plain = comparison_lines(team(learner={"scale_rewards": "none"}))
-    assert "A = R - mu" in meaning(plain, "planner") and "/ sigma" not in str(plain) and "population" not in str(plain)
-
-
 def test_the_cache_has_the_engines_dtype() -> None:
     halves = team({"engine": {"type": "local", "dtype": "bfloat16"}})
     own = model_sizes(halves)["searcher"]
@@ -264,47 +215,6 @@ def test_an_agent_that_is_not_aligned_has_no_d() -> None:
     assert "d = 8, align weight" in plan_text(team())
     unaligned = plan_text(team({"align": "none"}))
     assert "align none" in unaligned and "d = " not in unaligned
-
-
-def test_losses_and_their_denominators() -> None:
-    lines = loss_lines(team({"trajectories_per_rollout": 4}, learner={"clip_ratio_high": 0.28}))
-    planner, searcher = meaning(lines, "planner in rl"), meaning(lines, "searcher in rl")
-    assert "min(r A, clip(r, 0.8, 1.28) A)" in planner and "W = sum of w = 128 (attempts)" in planner
-    assert "w = 4/d_k" in searcher and "128 x 4 = 512, less 4" in searcher
-    assert "loss = - sum of c log pi" in meaning(lines, "planner in warmup")
-    assert "w = 1, n = " in meaning(lines, "searcher in warmup")
-    summed = loss_lines(team({"align": "none"}, learner={"loss_agg_mode": "seq-mean-token-sum"}))
-    assert "c = w / W, w = 1, W = sum of w = number of its calls" in meaning(summed, "searcher in rl")
-    by_token = loss_lines(team(learner={"loss_agg_mode": "token-mean"}))
-    assert "W = sum of w over all sampled tokens" in meaning(by_token, "planner in rl")
-
-
-def test_stages_with_one_formula_share_its_lines() -> None:
-    shape = {"groups_per_step": 4, "steps": 1}
-    config = team(stages=[{"name": "one", **shape}, {"name": "two", **shape}, {"name": "three", **shape, "steps": 9}])
-    assert [term for term, _ in loss_lines(config) if term] == [
-        "planner in one, two, three",
-        "searcher in one, two, three",
-    ]
-
-
-def test_denominators_are_those_of_the_algorithm() -> None:
-    """The coefficients of a step where every attempt calls add up to 1 with the W that the plan names."""
-    pytest.importorskip("torch")
-    from report_samples import group_of, rewarded, rollout
-
-    from mgrpo.algorithm.alignment import align
-    from mgrpo.algorithm.loss import token_coefficients
-    from mgrpo.types import Sample
-
-    config = team(stages=[{"name": "rl", "steps": 1, "groups_per_step": 1, "num_generations": 3}])
-    group = group_of(*(rollout(index, index + 1) for index in range(3)))
-    worth = rewarded(group)
-    searchers = [Sample(t, worth[t.id]) for member in group.rollouts for t in member.trajectories[1:]]
-    rows = align(searchers, "weight", 8, seed=0, step=0)
-    n, w = rows[0].loss_mask.count(True), rows[0].weight
-    assert token_coefficients(rows)[0] == pytest.approx(w / (n * 24))
-    assert "3 x 8 = 24" in meaning(loss_lines(config), "searcher in rl")
 
 
 def test_the_whole_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,21 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import plain_logprobs, tiny_model
-from tiny_rows import batches, random_rows
+from tiny_rows import POLICY_LOSS, SFT_LOSS, batches, per_turn, random_rows
 from torch import Tensor
 
-from mgrpo.algorithm.loss import TokenSums, policy_loss, sft_loss, token_coefficients
+from mgrpo.algorithm.coefficients import token_coefficients
+from mgrpo.algorithm.loss import TokenSums
 from mgrpo.algorithm.packing import Batch, pack
 from mgrpo.errors import NonFiniteGradients
-from mgrpo.policy.update import LossFunction, Policy, Schedule
+from mgrpo.policy.update import LossFunction, Policy, Schedule, score
 
-LOSS: LossFunction = partial(policy_loss, clip_ratio_low=0.2, clip_ratio_high=0.2)
+LOSS: LossFunction = POLICY_LOSS
 OPTIMIZERS = ("adamw", "muon")
 
 
@@ -46,15 +46,14 @@ def test_logprobs_of_targets_are_those_of_each_row_alone(kind: str) -> None:
     policy, rows = Policy(tiny_model(kind), temperature=0.7), random_rows()
     (batch,) = batches(rows)
     with torch.no_grad():
-        logprobs, entropy = policy.logprobs(batch)
-    by_id = {row.id: row for row in rows}
-    for b, id in enumerate(batch.ids):
-        row = by_id[id]
-        plain = plain_logprobs(policy.model, row.token_ids, 0.7)
-        for t, sampled in enumerate(row.loss_mask):
-            expected = float(plain[t - 1]) if sampled else 0.0
-            assert float(logprobs[b, t]) == pytest.approx(expected, abs=1e-5)
-    assert entropy > 0.0
+        logprobs, entropy = score(policy.model, batch, policy.temperature)
+    expected = []
+    for i in batch.indices:
+        plain = plain_logprobs(policy.model, rows[i].token_ids, 0.7)
+        expected += [float(plain[t - 1]) for t, sampled in enumerate(rows[i].loss_mask) if sampled]
+    assert logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(policy.scored(batch), logprobs)
+    assert (entropy > 0.0).all()
 
 
 def test_entropy_is_the_mean_over_sampled_tokens_in_nats() -> None:
@@ -70,7 +69,7 @@ def test_entropy_is_the_mean_over_sampled_tokens_in_nats() -> None:
 # ---------------------------------------------------------------- one step
 
 
-@pytest.mark.parametrize("loss", [LOSS, sft_loss], ids=["policy", "sft"])
+@pytest.mark.parametrize("loss", [LOSS, SFT_LOSS], ids=["policy", "sft"])
 def test_any_split_into_micro_batches_gives_the_same_step(loss: LossFunction) -> None:
     rows = random_rows(7)
     whole, split = policy_with(max_grad_norm=1e9), policy_with(max_grad_norm=1e9)
@@ -85,7 +84,7 @@ def test_the_step_is_adamw_of_torch_on_the_clipped_gradient() -> None:
     policy, rows = policy_with(max_grad_norm=0.1, weight_decay=0.1, warmup_steps=2), random_rows()
     model = deepcopy(policy.model)
     for batch in batches(rows):
-        LOSS(Policy(model).logprobs(batch)[0], batch)[0].backward()
+        LOSS(*score(model, batch, 1.0), batch)[0].backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3 / 2, (0.9, 0.98), weight_decay=0.1)
     optimizer.step()
@@ -119,8 +118,10 @@ def test_no_batches_move_nothing() -> None:
 def test_means_are_over_the_rows_that_were_trained_on() -> None:
     """Rows of a tied group never reach the model, and the metrics are those of the others alone."""
     tied, other = random_rows(2)
-    both = pack([tied, other], [0.0, 1.0], token_coefficients([tied, other]), 999, 0, drop_zero=True)
-    alone = pack([other], [1.0], token_coefficients([other]), 999, 0)
+    both = pack(
+        [tied, other], per_turn([tied, other], [0.0, 1.0]), token_coefficients([tied, other]), 999, 0, drop_zero=True
+    )
+    alone = pack([other], per_turn([other], [1.0]), token_coefficients([other]), 999, 0)
     one, two = policy_with().update(both, LOSS, 0), policy_with().update(alone, LOSS, 0)
     assert one["tokens"] == other.loss_mask.count(True)
     for name in ("tokens", "entropy", "approx_kl", "logprob_abs_diff", "clip_fraction", "ratio_max"):
@@ -131,8 +132,8 @@ def test_means_are_over_the_rows_that_were_trained_on() -> None:
 
 
 def spoiled(value: float) -> Callable[[Tensor, Batch], tuple[Tensor, TokenSums]]:
-    def loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, TokenSums]:
-        good, sums = LOSS(logprobs, batch)
+    def loss(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, TokenSums]:
+        good, sums = LOSS(logprobs, entropy, batch)
         return good + (logprobs * value).sum(), sums
 
     return loss

@@ -27,8 +27,12 @@ def write_run(folder: Path, steps: int = 30) -> None:
             success = 0.95 if name == "warmup" else 0.1 + 0.6 * (step - 20) / steps + rng.gauss(0, 0.03)
             rewards = {"reward/planner": success, "reward/searcher": 0.5}
             log.write("collect", step, name, {"success": success, "calls_per_rollout": 2.0, **rewards})
-            log.write("learn", step, name, {"agent": "planner", "grad_norm": 0.75})
-            log.write("learn", step, name, {"agent": "searcher", "grad_norm": 0.25})
+            masses = {"gradient_mass/0": 0.15, "gradient_mass/1": 0.1} if name == "rl" else {}
+            own = {"planner": {"gradient_mass": 0.75} if masses else {}, "searcher": {"gradient_mass": 0.25, **masses}}
+            for agent, mass in own.items():
+                log.write(
+                    "learn", step, name, {"agent": agent, "rows": 4.0, "entropy": 0.5, **(mass if masses else {})}
+                )
     for name, step in (("before", 20), ("dev", 30), ("dev", 40), ("after", 20 + steps)):
         log.write("evaluate", step, "rl", {"name": name, "success": step / 100})
     log.close()
@@ -51,7 +55,8 @@ def test_demonstrations_take_little_room_and_show_no_success_of_the_team(tmp_pat
     assert (warmup.left, rl.right) == (0.0, 1.0) and warmup.right == rl.left == pytest.approx(0.25)
     assert curves.success[0] == [] and len(curves.success[1]) == 30
     assert set(curves.rewards) == {"planner", "searcher"} and curves.rewards["searcher"][0] == []
-    assert [value for _, value in curves.calls[1]] == [2.0] * 30
+    assert [value for _, value in curves.calls["sub-agents"][1]] == [2.0] * 30
+    assert curves.entropy["searcher"][0] == [] and len(curves.entropy["searcher"][1]) == 30
     assert all(rl.left < place <= 1.0 for place, _ in curves.success[1])
 
 
@@ -63,30 +68,45 @@ def test_evaluations_stand_at_their_steps(tmp_path: Path) -> None:
     assert [value for _, value in curves.evaluations["dev"]] == [0.3, 0.4]
 
 
-def test_shares_of_the_gradient(tmp_path: Path) -> None:
+def test_shares_of_the_gradient_mass(tmp_path: Path) -> None:
     write_run(tmp_path)
     log = MetricsLog(tmp_path)
-    log.write(
-        "learn", 25, "rl", {"agent": "planner", "grad_norm": float("nan")}
-    )  # unknown, and so is the searcher's share
+    unknown = {"agent": "planner", "rows": 4.0, "gradient_mass": float("nan")}  # and so is the searcher's share
+    log.write("learn", 25, "rl", unknown)
     log.close()
-    shares = read_curves(read_metrics(tmp_path)).gradient_shares
-    assert {value for _, value in shares["planner"][1]} == {0.75} and len(shares["planner"][1]) == 29
-    assert len(shares["searcher"][0]) == 20 and len(shares["searcher"][1]) == 29
+    curves = read_curves(read_metrics(tmp_path))
+    assert {value for _, value in curves.agent_shares["planner"][1]} == {0.75}
+    assert [len(points) for points in curves.agent_shares["searcher"]] == [0, 29]  # demonstrations compare nothing
+    by_call = curves.invocation_shares
+    assert set(by_call) == {"searcher/0", "searcher/1"} and len(by_call["searcher/0"][1]) == 30
+    assert by_call["searcher/0"][1][0][1] == pytest.approx(0.6) and by_call["searcher/1"][1][0][1] == pytest.approx(0.4)
 
 
 def test_an_agent_that_got_nothing_to_learn_from_has_no_share(tmp_path: Path) -> None:
     """A planner that stops delegating: its searcher has no rows, later rows that all tie; neither is a gap."""
     log = MetricsLog(tmp_path)
     log.write("stage", 0, "rl", {"name": "rl", "steps": 4, "total_steps": 4, "demonstrations": False})
-    for step, searcher in enumerate(({"grad_norm": 0.3}, {}, {"rows": 4.0})):
-        log.write("learn", step, "rl", {"agent": "planner", "grad_norm": 0.9})
+    planner = {"agent": "planner", "rows": 8.0, "gradient_mass": 0.9}
+    for step, searcher in enumerate(({"rows": 4.0, "gradient_mass": 0.3}, {}, {"rows": 4.0, "gradient_mass": 0.0})):
+        log.write("learn", step, "rl", planner)
         log.write("learn", step, "rl", {"agent": "searcher", **searcher})
-    log.write("learn", 3, "rl", {"agent": "planner", "grad_norm": 0.9})  # the searcher's step is not done yet
+    log.write("learn", 3, "rl", planner)  # the searcher's step is not done yet
     log.close()
-    shares = read_curves(read_metrics(tmp_path)).gradient_shares
+    shares = read_curves(read_metrics(tmp_path)).agent_shares
     assert [value for _, value in shares["planner"][0]] == pytest.approx([0.75, 1.0, 1.0])
     assert [value for _, value in shares["searcher"][0]] == pytest.approx([0.25, 0.0, 0.0])
+
+
+def test_only_the_invocations_that_moved_an_agent_most_are_drawn(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.write("stage", 0, "rl", {"name": "rl", "steps": 4, "total_steps": 4, "demonstrations": False})
+    masses = {f"gradient_mass/{i}": float(mass) for i, mass in enumerate((5, 1, 4, 2, 3, 1))}
+    log.write("learn", 0, "rl", {"agent": "searcher", "rows": 6.0, "gradient_mass": 16.0, **masses})
+    log.write("learn", 0, "rl", {"agent": "planner", "rows": 6.0, "gradient_mass": 16.0, "gradient_mass/0": 16.0})
+    log.close()
+    by_call = read_curves(read_metrics(tmp_path)).invocation_shares
+    assert list(by_call) == ["searcher/0", "searcher/2", "searcher/3", "searcher/4"]
+    assert by_call["searcher/2"] == [[(0.25, 0.25)]]
 
 
 def test_unknown_values_are_gaps(tmp_path: Path) -> None:
@@ -96,7 +116,7 @@ def test_unknown_values_are_gaps(tmp_path: Path) -> None:
         log.write("collect", step, "rl", {"success": success, "calls_per_rollout": None, "reward/planner": None})
     log.close()
     curves = read_curves(read_metrics(tmp_path))
-    assert [value for _, value in curves.success[0]] == [0.5, 0.7] and curves.calls == [[]]
+    assert [value for _, value in curves.success[0]] == [0.5, 0.7] and curves.calls == {"sub-agents": [[]]}
     assert curves.success[0][1][0] == 1.0
     assert draw_curves(tmp_path).exists()
 

@@ -20,6 +20,21 @@ TEAM = {
     "reward/searcher": 0.52,
     "part/searcher/expert": 0.71,
     "part/searcher/correct_main": 0.3,
+    "calls/searcher": 1.9,
+    "zero_call_fraction/searcher": 0.05,
+}
+LEARNED = {
+    "from_version": 12,
+    "entropy": 0.5,
+    "loss": 0.1,
+    "rows": 40.0,
+    "groups": 16.0,
+    "zero_variance_groups": 4.0,
+    "singleton_groups": 1.0,
+    "advantage_std": 0.87,
+    "clip_fraction": 0.021,
+    "logprob_abs_diff": 3.1e-7,
+    "gradient_mass": 0.8,
 }
 
 
@@ -34,7 +49,7 @@ class Clock:
 def board_at(step: int, team: dict[str, float] = TEAM) -> Board:
     """Stage "rl" of 80 steps from step 100 on, started at second 50; events of ``step`` only."""
     board = Board("demo [bold]", 0.0).staged("rl", 80, 100, 180, False, 50.0)
-    return board.collected(step, team).learned(step, "planner", {"from_version": 12, "entropy": 0.5, "loss": 0.1})
+    return board.collected(step, team).learned(step, "planner", LEARNED)
 
 
 def shown(board: Board, width: int = 80, now: float = 60.0, **options: bool) -> str:
@@ -74,6 +89,38 @@ def test_the_panel_fits_a_small_terminal_and_shows_what_matters() -> None:
         assert words in text
     for words in ("correct_main 0.30", "expert 0.71", "0.500", "before 0.07", "nothing [in] 80%"):
         assert words in text
+
+
+def row(text: str, first: str) -> list[str]:
+    """The cells of the table's line that begins with ``first``."""
+    return next(cells[1:-1] for line in text.splitlines() if (cells := line.split())[1:2] == [first])
+
+
+def test_every_agent_has_one_line_of_the_numbers_that_matter() -> None:
+    board = board_at(119).learned(
+        119, "searcher", {**LEARNED, "clip_fraction": None}, {"planner": 0.4, "searcher": 0.6}
+    )
+    text = shown(board)
+    columns = ["agent", "from", "v", "reward", "A", "std", "tied", "entropy", "clip", "mismatch", "share"]
+    assert row(text, "agent") == columns
+    assert row(text, "planner") == ["planner", "12", "0.38", "0.87", "5/16", "0.500", "2%", "3e-07", "40%"]
+    assert row(text, "searcher") == ["searcher", "12", "0.52", "0.87", "5/16", "0.500", "-", "3e-07", "60%"]
+    assert "searcher: expert 0.71 correct_main 0.30  calls 1.90, none in 5%" in text
+    with_kl = shown(board_at(119).learned(119, "planner", {**LEARNED, "kl": 0.0123, "approx_kl": 1e-4}))
+    assert "KL" in row(with_kl, "agent") and "0.0123" in row(with_kl, "planner")
+    assert all(len(line) <= 80 for line in with_kl.splitlines())
+
+
+def test_shares_of_the_last_step_stand_until_all_agents_have_told() -> None:
+    board = board_at(119).learned(119, "searcher", LEARNED, {"planner": 0.4, "searcher": 0.6})
+    assert "40%" in shown(board.learned(120, "planner", LEARNED, {}))
+
+
+def test_demonstrations_show_the_loss() -> None:
+    taught = {"from_version": 1, "entropy": 2.5, "loss": 3.25, "nll": 3.2, "rows": 16.0}
+    board = Board("x", 0.0).staged("warmup", 550, 0, 630, True, 0.0).learned(0, "planner", taught)
+    assert row(shown(board), "agent") == ["agent", "from", "v", "reward", "loss", "entropy"]
+    assert row(shown(board), "planner") == ["planner", "1", "-", "3.250", "2.500"]
 
 
 def test_the_panel_can_do_without_unicode() -> None:

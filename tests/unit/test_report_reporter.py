@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,120 @@ def test_broken_infrastructure_is_said_counted_and_rings(tmp_path: Path) -> None
     assert alarm["name"] == "failed_rollouts" and "50% of rollouts fail" in alarm["message"]
     assert [(r["failed_rollouts"], r["retried_groups"]) for r in of_kind(tmp_path, "collect")] == [(1, 1), (0, 0)]
     assert "warning: groups that were cut off and run again: 1; EngineError: no [server]" in text(screen)
+
+
+def learn(reporter: Reporter, step: int, masses: Mapping[str, Mapping[int, float]], **metrics: float) -> None:
+    """Every agent's update of ``step``, with its gradient mass by invocation."""
+    for agent, own in masses.items():
+        by_call = {f"gradient_mass/{index}": mass for index, mass in own.items()}
+        values = {"rows": 8.0, "gradient_mass": sum(own.values()), "logprob_abs_diff": 1e-7, **by_call, **metrics}
+        reporter.learned(step, agent, step, values, 0.1)
+
+
+HEALTHY = {"planner": {0: 0.8}, "searcher": {0: 0.5, 1: 0.3}}
+
+
+def test_a_healthy_run_rings_nothing(tmp_path: Path) -> None:
+    with Reporter(tmp_path, config_of(), console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 42):
+            if step % 10 == 2 and step > 2:
+                reporter.evaluated("dev", step, {"success": 0.1 + step / 50})
+            collect(reporter, step)
+            rises = min(0.95, 0.2 + step / 40)
+            learn(reporter, step, HEALTHY, entropy=0.3 * 0.92**step, reward_mean=rises)
+    assert of_kind(tmp_path, "alarm") == []
+
+
+@pytest.mark.parametrize(
+    ("masses", "metrics", "names"),
+    [
+        ({"planner": {0: 0.05}, "searcher": {0: 0.6, 1: 0.4}}, {}, ["gradient_capture"]),
+        ({"planner": {0: 0.8}, "searcher": {0: 0.79, 1: 0.01}}, {}, ["call_capture/searcher"]),
+        (HEALTHY, {"rollout_kl": 0.2}, ["logprob_mismatch/planner", "logprob_mismatch/searcher"]),
+    ],
+)
+def test_faults_of_learning_ring_once_each(
+    tmp_path: Path, masses: Any, metrics: dict[str, float], names: list[str]
+) -> None:
+    screen = console()
+    with Reporter(tmp_path, config_of(), screen) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 20):
+            collect(reporter, step)
+            learn(reporter, step, masses if step > 10 else HEALTHY, **(metrics if step > 10 else {}))
+    alarms = of_kind(tmp_path, "alarm")
+    assert [alarm["name"] for alarm in alarms] == names and all(alarm["step"] > 10 for alarm in alarms)
+    assert all(text(screen).count(f"warning: step {alarm['step']}: {alarm['message']}") == 1 for alarm in alarms)
+
+
+def test_entropy_that_collapses_and_a_flat_held_out_score_ring(tmp_path: Path) -> None:
+    with Reporter(tmp_path, config_of(), console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 30):
+            if step % 7 == 2 and step > 2:
+                reporter.evaluated("dev", step, {"success": 0.3})
+            group = group_of(*(rollout(i, 2, "Merova" if 4 * i < step // 2 else "Tarn", group=step) for i in range(4)))
+            reporter.collected(step, [group], rewarded(group), 0.5)
+            learn(reporter, step, HEALTHY, entropy=0.3 if step < 9 else 0.001, reward_mean=0.5)
+    names = [alarm["name"] for alarm in of_kind(tmp_path, "alarm")]
+    assert names == ["entropy_collapse/planner", "entropy_collapse/searcher", "flat_held_out"]
+
+
+def test_a_capture_is_not_told_before_every_agent_that_learns_has_told(tmp_path: Path) -> None:
+    with Reporter(tmp_path, config_of(), console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 12):
+            learn(reporter, step, {"planner": {0: 0.8}})
+        assert of_kind(tmp_path, "alarm") == []
+        for step in range(2, 12):
+            learn(reporter, step, {"searcher": {0: 0.01}})
+    assert [alarm["name"] for alarm in of_kind(tmp_path, "alarm")] == ["gradient_capture"]
+
+
+def test_demonstrations_ring_nothing_of_learning(tmp_path: Path) -> None:
+    with Reporter(tmp_path, config_of(), console()) as reporter:
+        reporter.stage("warmup", 2, 0, 62)
+        for step in range(20):
+            learn(
+                reporter, step, {"planner": {0: 0.01}, "searcher": {0: 1.0}}, entropy=6.7 * 0.3**step, reward_mean=0.1
+            )
+    assert of_kind(tmp_path, "alarm") == []
+
+
+def test_a_sub_agent_that_nobody_calls_any_more_rings(tmp_path: Path) -> None:
+    tiny = {"model": {"type": "tiny"}, "format": "compact"}
+    reads = {"role": "subagent", "tools": ["search", "visit"], **tiny}
+    planner = {"role": "planner", "tools": ["searcher", "comparer"], **tiny}
+    config = config_of(agents={"planner": planner, "searcher": reads, "comparer": reads})
+    with Reporter(tmp_path, config, console()) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        for step in range(2, 12):
+            members = [rollout(index, 2, group=step) for index in range(4)]
+            if step < 6:
+                own = [replace(m.trajectories[2], id=replace(m.root.id, agent="comparer")) for m in members]
+                members = [replace(m, trajectories=(*m.trajectories[:2], t)) for m, t in zip(members, own, strict=True)]
+            reporter.collected(step, [group_of(*members, id=step)], {}, 0.5)
+    (alarm,) = of_kind(tmp_path, "alarm")
+    assert alarm["name"] == "idle_agent/comparer" and alarm["step"] == 8
+
+
+def test_counts_of_collecting_are_written_with_the_step(tmp_path: Path) -> None:
+    with Reporter(tmp_path, config_of(), console(), quiet=True) as reporter:
+        reporter.stage("rl", 60, 2, 62)
+        group = lazy_group(2, 1)
+        reporter.collected(2, [group], rewarded(group), 0.5, {"replaced_groups": 3.0, "judge_cost": 0.02})
+    (record,) = of_kind(tmp_path, "collect")
+    assert (record["replaced_groups"], record["judge_cost"], record["groups"]) == (3.0, 0.02, 1)
+
+
+def test_the_header_says_what_is_compared_and_descended_unless_quiet(tmp_path: Path) -> None:
+    loud, quiet = console(), console()
+    for screen, folder in ((loud, "a"), (quiet, "b")):
+        with Reporter(tmp_path / folder, config_of(), screen, quiet=screen is quiet):
+            pass
+    assert text(loud).startswith("sample: preset m_grpo, seed 0") and text(loud).count("(equation 13)") == 1
+    assert "loss = - sum of c min(r A, clip(r, 0.8, 1.2) A)" in text(loud) and text(quiet) == ""
 
 
 def test_long_work_is_shown_and_short_work_is_not(tmp_path: Path) -> None:

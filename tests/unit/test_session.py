@@ -11,10 +11,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from tiny_recipe import REINFORCE, WARM_UP, tiny
-from tiny_rows import batches, random_rows
+from tiny_rows import SFT_LOSS, batches, random_rows
 
 from mgrpo.algorithm.advantages import advantages
-from mgrpo.algorithm.loss import sft_loss
 from mgrpo.config import Config
 from mgrpo.config.windows import Window
 from mgrpo.errors import CheckpointError, StoreTimeout
@@ -47,7 +46,7 @@ def commit(session: Session, window: Window) -> None:
 
 
 def move(session: Session, agent: str) -> None:
-    session.policies[agent].update(batches(random_rows()), sft_loss, 0)
+    session.policies[agent].update(batches(random_rows()), SFT_LOSS, 0)
 
 
 def test_a_run_begins_with_version_0_of_every_trainable_agent(session: Session, tmp_path: Path) -> None:

@@ -19,10 +19,14 @@ TORCH_FREE = (
     "mgrpo.agents",
     "mgrpo.report",
     "mgrpo.engines.base",
+    "mgrpo.engines.chat",
+    "mgrpo.engines.openai",
     "mgrpo.engines.scripted",
     "mgrpo.algorithm.rewards",
     "mgrpo.algorithm.alignment",
     "mgrpo.algorithm.advantages",
+    "mgrpo.algorithm.coefficients",
+    "mgrpo.algorithm.shaping",
     "mgrpo.cli",
 )
 
