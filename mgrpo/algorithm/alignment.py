@@ -18,11 +18,12 @@ import math
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import groupby, pairwise
+from operator import attrgetter
 from struct import unpack
 from typing import Literal
 
 from mgrpo.errors import SamplingEvidenceError
-from mgrpo.types import Row, Sample, TrajectoryId, Turn
+from mgrpo.types import Row, Sample
 
 Mode = Literal["weight", "resample", "none"]
 
@@ -83,23 +84,24 @@ def align(samples: Sequence[Sample], mode: Mode, d: int | None, *, seed: int, st
     agent that is not aligned (the planner); a tree's root always has weight 1. Draws are keyed by
     (seed, step, group, agent, rollout). Raises ValueError for several agents or two samples of one id.
     """
-    known = sorted(filter(_is_known, samples), key=lambda sample: _key(sample.trajectory.id))
+    known = sorted(filter(_is_known, samples), key=_ID)
     _check_identity(known)
     rows: list[Row] = []
-    for (group, rollout), run in groupby(known, key=lambda sample: _key(sample.trajectory.id)[:2]):
+    for (group, rollout), run in groupby(known, key=_ROLLOUT):
         members = list(run)
-        calls = [sample for sample in members if sample.trajectory.parent is not None]
-        agent = members[0].trajectory.id.agent
-        key = (seed, step, group, agent, rollout)
-        shares = iter(() if d is None else multiplicities(len(calls), d, mode, key))
+        calls = sum([sample.trajectory.parent is not None for sample in members])
+        key = (seed, step, group, members[0].trajectory.id.agent, rollout)
+        shares = iter(() if d is None else multiplicities(calls, d, mode, key))
         for sample in members:
-            weight = 1.0 if sample.trajectory.parent is None or d is None else next(shares)
-            rows += rows_of(sample, weight) if weight else ()
+            weight = 1.0 if d is None or sample.trajectory.parent is None else next(shares)
+            if weight:
+                rows += rows_of(sample, weight)
     return rows
 
 
-def _key(id: TrajectoryId) -> tuple[int, int, str, int]:
-    return id.group, id.rollout, id.agent, id.invocation  # compares faster than the ids themselves
+# Of a sample. Tuples compare much faster than the ids themselves.
+_ROLLOUT = attrgetter("trajectory.id.group", "trajectory.id.rollout")
+_ID = attrgetter("trajectory.id.group", "trajectory.id.rollout", "trajectory.id.agent", "trajectory.id.invocation")
 
 
 def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
@@ -111,30 +113,30 @@ def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
     trajectory, reward = sample.trajectory, sample.reward.value
     if reward is None:
         raise ValueError(f"{trajectory.id}: its reward is unknown ({sample.reward.cause}); leave it out before rows")
-    starts = [0]
+    starts, total = [0], 0
     for index, turn in enumerate(trajectory.turns):
-        if len(turn.logprobs) != len(turn.token_ids):
-            lengths = f"{len(turn.token_ids)} sampled tokens but {len(turn.logprobs)} log-probabilities"
+        total += (n := len(turn.token_ids))
+        if len(turn.logprobs) != n:
+            lengths = f"{n} sampled tokens but {len(turn.logprobs)} log-probabilities"
             raise SamplingEvidenceError(f"{trajectory.id} turn {index}: {lengths}; exclude the trajectory")
         if turn.new_row and index:
             starts.append(index)
     if len(starts) == 1:
-        return [Row(trajectory.id, 0, trajectory.turns, reward, weight)] if _sampled(trajectory.turns) else []
+        return [Row(trajectory.id, 0, trajectory.turns, reward, weight)] if total else []
     parts = [trajectory.turns[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
-    total = _sampled(trajectory.turns)
     return [
         Row(trajectory.id, segment, turns, reward, weight * (n / total), first)
         for segment, (first, turns) in enumerate(zip(starts, parts, strict=True))
-        if (n := _sampled(turns))
+        if (n := sum([len(turn.token_ids) for turn in turns]))
     ]
 
 
-def _sampled(turns: Sequence[Turn]) -> int:
-    return sum([len(turn.token_ids) for turn in turns])
-
-
 def _is_known(sample: Sample) -> bool:
-    return sample.reward.value is not None and any(turn.token_ids for turn in sample.trajectory.turns)
+    if sample.reward.value is not None:
+        for turn in sample.trajectory.turns:  # noqa: SIM110 (a generator for any() costs five times as much)
+            if turn.token_ids:
+                return True
+    return False
 
 
 def _check_identity(known: Sequence[Sample]) -> None:

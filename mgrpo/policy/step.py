@@ -115,6 +115,8 @@ def _prepared(
         batches, counts, gone = _rejected(rows, batches, plan)
         coefficients = _coefficients(rows, plan, counts)
         batches = [batch.weighed(coefficients) for batch in batches]
+        if plan.objective.only_advantages:
+            batches = [batch.keeping(batch.advantages != 0.0) for batch in batches]
     if reference is not None:
         batches = [replace(b, ref_logprobs=_reference_logprobs(reference, b, policy.temperature)) for b in batches]
     return batches, coefficients, gone
