@@ -108,7 +108,7 @@ def _check_teacher(config: Config, stage: StageConfig, where: str) -> None:
     for name, agent in config.agents.items():
         asks = agent.role == "planner" and any(tool in config.agents for tool in agent.tools)
         lacking = [tool for tool in _READERS if tool not in agent.tools]
-        if lacking and not asks:
+        if lacking and not asks and agent.skill != "comparer":
             raise ConfigError(
                 f"agents.{name}.tools: the teacher of stage {stage.name!r} acts for it and calls"
                 f" {' and '.join(lacking)}; add what is missing, or use collect = 'team'"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -32,6 +33,7 @@ from mgrpo.worlds.world import World, WorldConfig, build_world
 
 _TASKS = 2**31  # worlds are drawn without end
 _CACHED = 64  # worlds and corpora kept, a step of training touches a few dozen
+_ONE_SEARCHER: Mapping[str, str] = MappingProxyType({"searcher": "searcher"})
 _EVEN: dict[Family, float] = dict.fromkeys(FAMILIES, 1.0)
 
 
@@ -42,6 +44,7 @@ class NoiseSettings(BaseModel, extra="forbid"):
     attribute: float = Field(default=0.0, ge=0.0, le=1.0)
     delegate: float = Field(default=0.0, ge=0.0, le=1.0)
     skip: float = Field(default=0.0, ge=0.0, le=1.0)
+    compare: float = Field(default=0.0, ge=0.0, le=1.0)
 
 
 class Settings(BaseModel, extra="forbid"):
@@ -145,7 +148,8 @@ class WorldSource:
     async def grade(self, task: Task, trajectory: Trajectory) -> Grade:
         """GAIA rules for the root and, for a child, against the gold sub-answer.
 
-        No answer is wrong (0). Unknown: the trajectory failed, or its subtask asks for no fact of the world.
+        No answer is wrong (0). Unknown: the trajectory failed, or its subtask asks for no fact of the world and for
+        no comparison that has an answer.
         """
         if trajectory.failure is not None:
             return Grade(None, f"{trajectory.failure.kind}: {trajectory.failure.message}", "gaia")
@@ -154,13 +158,17 @@ class WorldSource:
         else:
             gold, grader = gold_of_subtask(self._world(str(task.info["world"])), trajectory.task), "gold_subtask"
         if gold is None:
-            return Grade(None, f"no fact of the world answers the subtask {trajectory.task!r}", grader)
+            return Grade(None, f"no fact or comparison answers the subtask {trajectory.task!r}", grader)
         answered = trajectory.answer is not None and gaia_score(gold, trajectory.answer.answer)
         return Grade(float(answered), grader=grader)
 
-    def teacher(self, role: Role, agents: Sequence[str] = ("searcher",), seed: int = 0) -> Teacher:
-        """A scripted teacher for one agent, with the noise of the settings."""
-        return Teacher(role, tuple(agents), Noise(**self._settings.noise.model_dump()), seed)
+    def teacher(self, role: Role, agents: Mapping[str, str] = _ONE_SEARCHER, seed: int = 0) -> Teacher:
+        """A scripted teacher for one agent, with the noise of the settings.
+
+        ``role`` of a sub-agent is its skill; ``agents`` maps a planner's sub-agents to theirs. Raises ConfigError for a
+        skill that no teacher has, and for a planner without a searcher.
+        """
+        return Teacher(role, dict(agents), Noise(**self._settings.noise.model_dump()), seed)
 
     def _build_world(self, label: str) -> World:
         return build_world(self._config, self._settings.split, label)

@@ -10,6 +10,7 @@ compare    What is the larger area of Zubora and Merova ?                      n
 argmax     Which neighbour of Zubora has the largest area ?                    name
 list       List the capitals of the neighbours of Zubora in alphabetical order .   names, joined by ", "
 subtask    population of Merova                                                any fact, lists joined by ", "
+           larger of 410 and 230                                               see `mgrpo.worlds.comparisons`
 =========  ==================================================================  ==========================
 
 ``compare`` asks for the value, not for the country, so that no answer stands in its own question.
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mgrpo.worlds.comparisons import largest, parse_comparison
 from mgrpo.worlds.schema import ANY_PHRASE, KINDS, NUMBER, RANGES, SCHEMA, Kind, Value, attribute_of, phrase_of
 from mgrpo.worlds.world import World
 
@@ -251,7 +253,9 @@ def parse_subtask(text: str) -> tuple[str, str] | None:
 
 
 def gold_of_subtask(world: World, text: str) -> str | None:
-    """The gold sub-answer; None where the text is no subtask or the world has no such fact."""
+    """The gold sub-answer; None where the text is no subtask, the world has no such fact or a comparison ties."""
+    if (items := parse_comparison(text)) is not None:
+        return largest(items)
     parsed = parse_subtask(text)
     value = None if parsed is None else world.look_up(*parsed)
     return None if value is None else text_of(value)

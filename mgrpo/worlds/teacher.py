@@ -8,16 +8,19 @@ replay meets the same decisions again.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
+from mgrpo.errors import ConfigError
 from mgrpo.types import Findings, Message, Reply, ToolCall, TrajectoryId
-from mgrpo.worlds.questions import Plan, parse_question, parse_subtask, write_subtask
+from mgrpo.worlds.comparisons import largest, parse_comparison, write_comparison
+from mgrpo.worlds.questions import COMPARATIVES, Plan, parse_question, parse_subtask, write_subtask
 from mgrpo.worlds.reading import UNKNOWN, answer_of, facts_of, hits_of, number_of
 from mgrpo.worlds.schema import ATTRIBUTES, KINDS, KINDS_WITH, SCHEMA
 
-Role = Literal["planner", "searcher", "solo"]
+Role = Literal["planner", "solo", "searcher", "comparer"]
+SKILLS: tuple[Role, ...] = ("searcher", "comparer")  # what a sub-agent can be played as
 Calls = tuple[ToolCall, ...]
 Texts = Sequence[str]
 Ask = Callable[[Sequence[tuple[str, str]]], Generator[Calls, Texts, list[str]]]  # (attribute, name) -> answers
@@ -28,13 +31,15 @@ class Noise:
     """Probabilities of a wrong decision; copying is never noisy.
 
     ``hit`` opens another hit, ``attribute`` reads another value of the page, ``delegate`` asks for another attribute
-    of the same thing, ``skip`` answers with what is there instead of asking on.
+    of the same thing, ``skip`` answers with what is there instead of asking on, ``compare`` names another of the
+    compared.
     """
 
     hit: float = 0.0
     attribute: float = 0.0
     delegate: float = 0.0
     skip: float = 0.0
+    compare: float = 0.0
 
 
 class _Done(Exception):
@@ -43,16 +48,27 @@ class _Done(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """``agents`` are the tools that a planner delegates to, in turn; a searcher and a solo agent search and visit."""
+    """A searcher and a solo agent search and visit, a comparer only answers, a planner delegates.
+
+    ``agents`` are the planner's: tool -> what plays it. Look-ups go to the searchers in turn, a comparison to the first
+    comparer; without one the planner compares by itself.
+    """
 
     role: Role
-    agents: Sequence[str] = ("searcher",)
+    agents: Mapping[str, str] = field(default_factory=lambda: {"searcher": "searcher"})
     noise: Noise = Noise()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.role == "planner" and not self.agents:
-            raise ValueError("a planner teacher needs the name of at least one sub-agent")
+        unknown = [skill for skill in self.agents.values() if skill not in SKILLS]
+        if unknown or self.role not in get_args(Role):
+            known = " and ".join(SKILLS)
+            raise ConfigError(f"skill {(unknown or [self.role])[0]!r}: the teacher of a world has {known}")
+        if self.role == "planner" and not self.played_as("searcher"):
+            raise ConfigError("the teacher of a planner needs a sub-agent with skill 'searcher' to look things up")
+
+    def played_as(self, skill: Role) -> list[str]:
+        return [name for name, played in self.agents.items() if played == skill]
 
     def __call__(self, id: TrajectoryId, messages: Sequence[Message]) -> Reply:
         """The next turn. A second user message asks to stop: the reply is then an answer."""
@@ -61,6 +77,8 @@ class Teacher:
         if not users:
             raise ValueError(f"{id}: the teacher needs a user message that asks something")
         run = _Run(self, id, _style_of(users[0]))
+        if self.role == "comparer":
+            return Reply(answer=run.compared(users[0]))
         if messages[-1].role == "user" and len(users) > 1:
             return Reply(answer=run.best_of(texts))
         return run.replay(users[0], texts)
@@ -140,12 +158,26 @@ class _Run:
         values = yield from ask([(plan.path[-1], name) for name in names])
         if plan.op == "list":
             return ", ".join(sorted(values))
-        best = max(range(len(values)), key=lambda i: number_of(values[i]))
-        return names[best] if plan.op == "argmax" else values[best]
+        return (yield from self._compare(plan, names, values))
+
+    def _compare(self, plan: Plan, names: Sequence[str], values: Sequence[str]) -> Generator[Calls, Texts, str]:
+        """The largest value, or whose it is. What are no numbers no comparer can compare."""
+        named = plan.op == "argmax"
+        comparative = "largest" if named else COMPARATIVES.get(plan.path[-1], "larger")
+        items = [f"{name} {value}" for name, value in zip(names, values, strict=True)] if named else values
+        task = write_comparison(comparative, items)
+        comparers = self.teacher.played_as("comparer") if self.teacher.role == "planner" else []
+        if not comparers or parse_comparison(task) is None:
+            best = max(range(len(values)), key=lambda i: number_of(values[i]))
+            return names[best] if named else values[best]
+        if self.errs(self.teacher.noise.skip):
+            raise _Done
+        (text,) = yield (ToolCall(comparers[0], {"task": task}),)
+        return answer_of(text) or UNKNOWN
 
     def _delegate(self, wanted: Sequence[tuple[str, str]]) -> Generator[Calls, Texts, list[str]]:
         """All sub-questions of a turn at once, spread over the sub-agents."""
-        noise, agents = self.teacher.noise, self.teacher.agents
+        noise, agents = self.teacher.noise, self.teacher.played_as("searcher")
         if self.errs(noise.skip):
             raise _Done
         calls = []
@@ -167,10 +199,20 @@ class _Run:
             answers.append(found.answer)
         return answers
 
+    # ------------------------------------------------------------ comparer
+
+    def compared(self, task: str) -> Findings:
+        items = parse_comparison(_asked(task))
+        right = None if items is None else largest(items)
+        if items is None or right is None:
+            return Findings(UNKNOWN)
+        wrong = self.errs(self.teacher.noise.compare)
+        return Findings(self.other([answer for answer, _ in items], right) if wrong else right)
+
     # ------------------------------------------------------------ searcher
 
     def _searcher(self, task: str) -> Generator[Calls, Texts, Findings]:
-        parsed = parse_subtask(task.strip().partition("\n")[0])  # a context may follow
+        parsed = parse_subtask(_asked(task))
         return Findings(UNKNOWN) if parsed is None else (yield from self._find(*parsed))
 
     def _find(self, attribute: str, name: str) -> Generator[Calls, Texts, Findings]:
@@ -191,6 +233,11 @@ class _Run:
                 self.thought = f"{read} {facts[read]}"
                 return Findings(facts[read], sources=(url,))
         return Findings(UNKNOWN)
+
+
+def _asked(task: str) -> str:
+    """The subtask itself: a context may follow it."""
+    return task.strip().partition("\n")[0]
 
 
 def _siblings(attribute: str) -> list[str]:

@@ -12,7 +12,8 @@ from mgrpo.config import dump, load
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 # What makes a recipe short, keeping its stages, agents and parts.
-CUTS = {"quickstart": {"evaluation.questions": 4, "evaluation.examples": 1, "threads": 1}}
+SHORT = {"evaluation.questions": 4, "evaluation.examples": 1, "threads": 1}
+CUTS = {"quickstart": SHORT, "three_agents": SHORT}
 STEPS = 2
 
 

@@ -8,23 +8,20 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import COMPARED, MEAN_MODES, MODES, REWARDS, comparisons, objectives, plain_row, rows, samples
+from strategies import COMPARED, MEAN_MODES, REWARDS, comparisons, plain_row, rows, samples
 
 from mgrpo.algorithm.advantages import Comparison, Values, advantages
 from mgrpo.algorithm.alignment import Mode, align, multiplicities, rows_of
 from mgrpo.algorithm.coefficients import token_coefficients
 from mgrpo.algorithm.comparison import Roots
-from mgrpo.algorithm.loss import objective_loss
-from mgrpo.algorithm.packing import pack
 from mgrpo.types import Row, Sample, TrajectoryId
 
-MANY = settings(max_examples=40)
+SOME = settings(max_examples=40)
+MANY = settings(max_examples=100)  # where many options multiply
 BOTH = ("sub", "other")
 SEVERAL = st.sampled_from([("sub",), BOTH]).flatmap(rows)
-KINDS = comparisons(("query", "agent", "agent_turn", "batch"))
 WITHIN_QUERY = comparisons(("query", "agent", "agent_turn", "parent"), ("group", "none"))
 
 
@@ -43,14 +40,14 @@ def test_resampling_duplicates_or_drops_to_exactly_d(count: int, d: int, seed: i
         assert set(times) == {0.0, 1.0}
 
 
-@MANY
+@SOME
 @given(st.integers(0, 12), st.integers(1, 9))
 def test_a_weight_is_the_expected_multiplicity(count: int, d: int) -> None:
     assert multiplicities(count, d, "weight", ()) == [d / max(count, 1)] * count
     assert multiplicities(count, d, "none", ()) == [1.0] * count
 
 
-@MANY
+@SOME
 @given(samples(), st.sampled_from(["weight", "resample", "none"]), st.integers(1, 4), st.integers(0, 5))
 def test_aligned_rows_are_k_times_d_and_only_what_is_known(made: list[Sample], mode: Mode, d: int, seed: int) -> None:
     aligned = align(made, mode, d, seed=seed, step=1)
@@ -65,7 +62,7 @@ def test_aligned_rows_are_k_times_d_and_only_what_is_known(made: list[Sample], m
         assert own == pytest.approx(calls if mode == "none" else d)
 
 
-@MANY
+@SOME
 @given(samples(), st.data())
 def test_alignment_sees_neither_the_order_of_arrival_nor_other_rollouts(
     made: list[Sample], data: st.DataObject
@@ -78,7 +75,7 @@ def test_alignment_sees_neither_the_order_of_arrival_nor_other_rollouts(
         assert align(alone, "resample", 2, seed=0, step=0) == own
 
 
-@MANY
+@SOME
 @given(samples(), st.floats(0.1, 8.0))
 def test_rows_keep_every_sampled_token_and_the_whole_weight(made: list[Sample], weight: float) -> None:
     for each in made:
@@ -171,7 +168,7 @@ def test_advantages_are_what_the_formulas_say(made: list[Row], how: Comparison, 
     assert_close(advantages(made, plain, roots).values, by_formula(made, plain, roots))
 
 
-@MANY
+@SOME
 @given(SEVERAL, comparisons(), ROOTS)
 def test_whitened_advantages_have_mean_0_and_sample_variance_1_over_tokens(
     made: list[Row], how: Comparison, rewards: list[float]
@@ -197,6 +194,18 @@ def test_whitened_advantages_have_mean_0_and_sample_variance_1_over_tokens(
             assert all(member.reward == 0.0 for member in known)
 
 
+def test_what_differs_by_rounding_alone_is_not_whitened() -> None:
+    """Both advantages of "sub" are the same mixture, added up in two orders."""
+    others = [(0.0, 0.1), (0.1, 0.2), (0.2, 0.3), (0.3, 0.7)]
+    made = []
+    for group, order in enumerate((others, others[::-1])):
+        made.append(plain_row(TrajectoryId(group, 0, "sub", 0), 1.0))
+        made += [plain_row(TrajectoryId(group, k, "other", 0), *known) for k, known in enumerate(order)]
+    how = Comparison("query", "none")
+    assert len(set(advantages(made, how).values[::5])) == 2
+    assert advantages(made, replace(how, whiten_advantages=True)).values[::5] == ((0.0,), (0.0,))
+
+
 # ---------------------------------------------------------------- what holds for them
 
 
@@ -218,7 +227,7 @@ def test_advantages_of_a_group_sum_to_zero(made: list[Row], how: Comparison, rew
         assert abs(math.fsum(share[name] * found[name] for name in there)) <= 1e-9 * scale + 1e-12
 
 
-@MANY
+@SOME
 @given(SEVERAL, comparisons(), ROOTS, st.floats(-1000.0, 1000.0), st.floats(0.01, 100.0))
 def test_shifted_rewards_give_the_same_advantages_and_scaled_ones_where_normalised(
     made: list[Row], how: Comparison, rewards: list[float], shift: float, scale: float
@@ -233,7 +242,7 @@ def test_shifted_rewards_give_the_same_advantages_and_scaled_ones_where_normalis
     assert_close(there, [tuple(factor * v for v in own) for own in values])
 
 
-@MANY
+@SOME
 @given(SEVERAL, WITHIN_QUERY, ROOTS)
 def test_no_query_enters_the_advantages_of_another(made: list[Row], how: Comparison, rewards: list[float]) -> None:
     how, roots = replace(how, whiten_advantages=False), roots_for(made, rewards)
@@ -244,7 +253,7 @@ def test_no_query_enters_the_advantages_of_another(made: list[Row], how: Compari
         assert advantages([made[i] for i in mine], how, own_roots).values == tuple(whole[i] for i in mine)
 
 
-@MANY
+@SOME
 @given(rows(BOTH), comparisons(("agent", "agent_turn", "batch")))
 def test_no_agent_enters_the_advantages_of_another(made: list[Row], how: Comparison) -> None:
     whole = advantages(made, how).values
@@ -253,7 +262,7 @@ def test_no_agent_enters_the_advantages_of_another(made: list[Row], how: Compari
         assert advantages([made[i] for i in mine], how).values == tuple(whole[i] for i in mine)
 
 
-@MANY
+@SOME
 @given(SEVERAL, comparisons(), ROOTS, st.data())
 def test_permuting_rows_permutes_advantages(
     made: list[Row], how: Comparison, rewards: list[float], data: st.DataObject
@@ -263,7 +272,7 @@ def test_permuting_rows_permutes_advantages(
     assert_close(advantages([made[i] for i in order], how, roots).values, [values[i] for i in order])
 
 
-@MANY
+@SOME
 @given(SEVERAL, comparisons(), st.floats(-1.0, 1.0))
 def test_equal_rewards_give_exact_zeros(made: list[Row], how: Comparison, reward: float) -> None:
     result = advantages([replace(row, reward=reward) for row in made], how, roots_for(made, [reward]))
@@ -294,7 +303,7 @@ def test_near_ties_and_huge_and_tiny_ranges_are_normalised_in_full(
 # ---------------------------------------------------------------- what a token counts
 
 
-@MANY
+@SOME
 @given(samples(), st.sampled_from(["weight", "resample"]), st.integers(1, 4), st.sampled_from(MEAN_MODES))
 def test_every_calling_rollout_counts_the_same_whatever_it_called(
     made: list[Sample], mode: Mode, d: int, loss_agg_mode: str
@@ -307,23 +316,3 @@ def test_every_calling_rollout_counts_the_same_whatever_it_called(
     assert math.fsum(shares.values()) == pytest.approx(1.0 if shares else 0.0)
     if loss_agg_mode != "token-mean":
         assert all(share == pytest.approx(1 / len(shares)) for share in shares.values())
-
-
-@MANY
-@given(rows(), st.sampled_from(MODES), comparisons(("agent", "agent_turn", "batch")), objectives(), st.integers(1, 60))
-def test_only_targets_without_a_slope_are_dropped(made, mode, how, objective, budget) -> None:
-    values, coefficients = advantages(made, how).values, token_coefficients(made, mode)
-    objective, slopes = replace(objective, kl_coef=0.0, entropy_coef=0.0), {}
-    for drop_zero in (False, True):
-        slopes[drop_zero] = {}
-        for batch in pack(made, values, coefficients, budget, 0, drop_zero, torch.float64):
-            logprobs = torch.full((len(batch.row),), -0.9, dtype=torch.float64, requires_grad=True)
-            loss, _ = objective_loss(logprobs, torch.zeros_like(logprobs), batch, objective)
-            (slope,) = torch.autograd.grad(loss, logprobs)
-            for r, i in enumerate(batch.indices):
-                slopes[drop_zero][i] = slope[batch.row == r].tolist()
-    if objective.only_advantages:
-        dropped = slopes[False].keys() - slopes[True].keys()
-        assert not any(any(slopes[False][i]) for i in dropped)
-        assert all(any(values[i]) for i in slopes[True])
-    assert all(slopes[True][i] == pytest.approx(slopes[False][i], rel=1e-12) for i in slopes[True])

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from mgrpo.tasks.grading import gaia_score
 from mgrpo.tasks.world import Settings
+from mgrpo.worlds.comparisons import parse_comparison, write_comparison
 from mgrpo.worlds.names import WORD_NAMES, Split
 from mgrpo.worlds.pages import corpus_of
 from mgrpo.worlds.questions import FAMILIES, FAMILIES_OOD, draw, gold_of_subtask, solve, write_subtask
 from mgrpo.worlds.world import WorldConfig, build_world
 
 splits = st.sampled_from(get_args(Split))
+WORLD = build_world(WorldConfig(countries=8), "train", "0")
 configs = st.builds(
     WorldConfig,
     countries=st.integers(8, 14),
@@ -52,6 +54,20 @@ def test_answers_score_against_themselves_and_against_no_other_gold(config, spli
             assert gaia_score(question.answer, other.answer) == (question.answer == other.answer)
         for attribute, name in question.steps:
             assert gold_of_subtask(world, write_subtask(attribute, name, config.style)) is not None
+
+
+numbers = st.lists(st.integers(0, 10**9), min_size=2, max_size=5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(numbers, st.booleans(), st.sampled_from(["larger", "greater", "largest"]))
+def test_a_written_comparison_is_read_back_and_answered_by_its_only_maximum(values, named, comparative):
+    labels = list(WORD_NAMES[: len(values)]) if named else [str(value) for value in values]
+    items = [f"{label} {value}" if named else label for label, value in zip(labels, values, strict=True)]
+    text = write_comparison(comparative, items)
+    assert parse_comparison(text) == list(zip(labels, values, strict=True))
+    winners = {label for label, value in zip(labels, values, strict=True) if value == max(values)}
+    assert gold_of_subtask(WORLD, text) == (winners.pop() if len(winners) == 1 else None)
 
 
 def template_of(question):

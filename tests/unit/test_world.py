@@ -258,6 +258,33 @@ def test_subtasks_have_their_gold():
     assert set(KINDS_WITH) == set(ATTRIBUTES)
 
 
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        ("larger of 410 and 230", "410"),
+        ("greater of 230 and 410", "410"),
+        ("What is the larger of 230 and 1410 ?", "1410"),
+        ("the largest of 5, 17, and 9.", "17"),
+        ("largest of 5 , 17 , 9", "17"),
+        ("larger of 410 and 410", "410"),
+        ("largest of Kinix 410 and Merova 230 and Tarn 320", "Kinix"),
+        ("largest of Kinix 4120 , Merova 4121", "Merova"),
+        ("largest of Kinix 410 and Merova 410", None),
+        ("larger of 410", None),
+        ("larger of 410 and Tarn", None),
+        ("largest of Kinix 410 and 230", None),
+        ("larger of 410 230", None),
+        ("larger of 410 and 230 and", None),
+        ("larger area of Kinix and Merova", None),
+        ("410 and 230", None),
+    ],
+)
+def test_comparisons_have_their_gold_from_the_text_alone(text, gold):
+    world = build_world(WorldConfig(countries=8), "train", "0")
+    assert gold_of_subtask(world, text) == gold
+    assert parse_subtask(text) is None and parse_question(text) is None
+
+
 # ---------------------------------------------------------------- reading
 
 

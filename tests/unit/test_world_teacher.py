@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
+from typing import get_args
 
 import pytest
 
@@ -11,9 +13,9 @@ from mgrpo.errors import ConfigError
 from mgrpo.tasks.world import Settings
 from mgrpo.tools import search, visit
 from mgrpo.tools.base import CallContext
-from mgrpo.types import Failure, Findings, Message, Parent, Trajectory, TrajectoryId
+from mgrpo.types import Failure, Findings, Message, Parent, Reply, ToolCall, Trajectory, TrajectoryId
 from mgrpo.worlds.questions import FAMILIES, FAMILIES_OOD
-from mgrpo.worlds.teacher import Noise, Teacher
+from mgrpo.worlds.teacher import Noise, Role, Teacher
 from mgrpo.worlds.vocabulary import vocabulary
 
 ROOT = TrajectoryId(0, 0, "planner", 0)
@@ -23,15 +25,17 @@ PIECES = re.compile(r"\w+|[^\w\s]")
 class Play:
     """A minimal stand-in for the agent loop: a teacher for every role, the real tools, texts only."""
 
-    def __init__(self, settings, teacher_seed=0):
+    def __init__(self, settings, teacher_seed=0, agents=("searcher",)):
         self.source = settings.build(0)
         self.seed = teacher_seed
+        self.agents = dict(zip(agents, agents, strict=True))
+        self.called: Counter[str] = Counter()
         tools = (search.Settings(style=settings.style).build(), visit.Settings(style=settings.style).build())
         self.tools = {tool.name: tool for tool in tools}
         self.texts: list[str] = []
 
     async def run(self, role, asks, task, id):
-        teacher, messages = self.source.teacher(role, ["searcher"], self.seed), [Message("user", asks)]
+        teacher, messages = self.source.teacher(role, self.agents, self.seed), [Message("user", asks)]
         for turn in range(40):
             reply = teacher(id, messages)
             assert reply == teacher(id, messages)
@@ -46,12 +50,13 @@ class Play:
         raise AssertionError(f"{task.question} is not answered in 40 turns")
 
     async def call(self, asked, context, invocation):
+        self.called[asked.name] += 1
         self.texts += [str(value) for value in asked.arguments.values()]
         if asked.name in self.tools:
             text = (await self.tools[asked.name](asked.arguments, context)).text
         else:
             child = TrajectoryId(context.id.group, 0, asked.name, int(invocation))
-            found = await self.run("searcher", asked.arguments["task"], context.task, child)
+            found = await self.run(asked.name, asked.arguments["task"], context.task, child)
             text = f"{found.answer} from {found.sources[0]}" if found.sources else found.answer
         self.texts.append(text)
         return text
@@ -70,6 +75,7 @@ class Play:
         return asyncio.run(total())
 
 
+THREE = ("searcher", "comparer")
 HARD = {"distractors": 25, "dead_links": 0.2, "shuffle_hits": True}
 
 
@@ -82,10 +88,18 @@ def test_without_noise_every_family_is_solved(role, knobs, split):
         assert Play(settings).score(role, range(12)) == [1.0] * 12, family
 
 
-@pytest.mark.parametrize("noise", [{}, {"hit": 0.5, "attribute": 0.5, "delegate": 0.3, "skip": 0.2}])
+@pytest.mark.parametrize("knobs", [{}, {"names": "syllables", "style": "prose", **HARD}])
+def test_the_comparer_is_asked_once_in_every_comparison_and_never_else(knobs):
+    for family in FAMILIES:
+        play = Play(Settings(families={family: 1.0}, tasks_per_world=6, **knobs), agents=THREE)
+        assert play.score("planner", range(12)) == [1.0] * 12, family
+        assert play.called["comparer"] == (12 if family in ("compare", "argmax") else 0), family
+
+
+@pytest.mark.parametrize("noise", [{}, {"hit": 0.5, "attribute": 0.5, "delegate": 0.3, "skip": 0.2, "compare": 0.5}])
 @pytest.mark.parametrize("split", ["train", "dev", "test", "test_ood"])
 def test_the_closed_vocabulary_covers_everything_said(noise, split):
-    play = Play(Settings(split=split, noise=noise, dead_links=0.2, distractors=30, tasks_per_world=4))
+    play = Play(Settings(split=split, noise=noise, dead_links=0.2, distractors=30, tasks_per_world=4), agents=THREE)
     play.score("planner", range(24))
     play.score("solo", range(24))
     pages = play.source.corpus(play.source.task(0)).pages.values()
@@ -93,13 +107,16 @@ def test_the_closed_vocabulary_covers_everything_said(noise, split):
     assert said <= set(vocabulary())
 
 
-@pytest.mark.parametrize("kind", ["hit", "attribute", "delegate", "skip"])
-def test_each_noise_hurts_and_is_keyed_by_the_seed(kind):
-    settings = Settings(noise={kind: 0.6}, families={"two_hop": 1.0}, tasks_per_world=4)
-    scores = Play(settings).score("planner", range(40))
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("hit", "two_hop"), ("attribute", "two_hop"), ("delegate", "two_hop"), ("skip", "two_hop"), ("compare", "argmax")],
+)
+def test_each_noise_hurts_and_is_keyed_by_the_seed(kind, family):
+    settings = Settings(noise={kind: 0.6}, families={family: 1.0}, tasks_per_world=4)
+    scores = Play(settings, agents=THREE).score("planner", range(40))
     assert 0 < sum(scores) < 32
-    assert scores == Play(settings).score("planner", range(40))
-    assert scores != Play(settings, teacher_seed=1).score("planner", range(40))
+    assert scores == Play(settings, agents=THREE).score("planner", range(40))
+    assert scores != Play(settings, 1, THREE).score("planner", range(40))
 
 
 def test_skip_may_answer_without_delegating():
@@ -108,11 +125,57 @@ def test_skip_may_answer_without_delegating():
 
 
 def test_a_fan_out_asks_all_agents_in_one_turn():
-    teacher = Teacher("planner", ("left", "right"))
+    teacher = Teacher("planner", {"left": "searcher", "judge": "comparer", "right": "searcher"})
     asked = [Message("user", "Which neighbour of Tarn has the largest area ?"), Message("assistant", "")]
     reply = teacher(ROOT, [*asked, Message("tool", "Merova , Zubora , Lorn from p3", "left")])
     assert [call.name for call in reply.calls] == ["left", "right", "left"]
     assert [call.arguments["task"] for call in reply.calls] == ["area of Merova", "area of Zubora", "area of Lorn"]
+
+
+def heard(teacher, asked, *texts):
+    """The teacher's turn on a question, once each of ``texts`` came back in a turn of its own or of several calls."""
+    turns = [[Message("assistant", ""), *(Message("tool", text) for text in turn)] for turn in texts]
+    return teacher(ROOT, [Message("user", asked), *(message for turn in turns for message in turn)])
+
+
+def test_a_comparison_goes_to_the_first_comparer_with_what_the_searchers_found():
+    teacher = Teacher("planner", {"judge": "comparer", "finder": "searcher", "other": "comparer"})
+    larger = "What is the greater height of Tarn and Merova ?"
+    found = ["410 from p3", "230 from p4"]
+    assert heard(teacher, larger, found).calls == (ToolCall("judge", {"task": "greater of 410 and 230"}),)
+    assert heard(teacher, larger, found, ["230"]).answer == Findings("230")  # believed, right or wrong
+    which = "Which neighbour of Tarn has the largest area ?"
+    reply = heard(teacher, which, ["Kinix , Merova from p1"], found)
+    assert reply.calls[0].arguments == {"task": "largest of Kinix 410 and Merova 230"}
+    assert heard(teacher, which, ["Kinix , Merova from p1"], found, ["Merova"]).answer == Findings("Merova")
+
+
+@pytest.mark.parametrize("found", [["410 from p3", "unknown"], ["Kinix from p3", "230"]])
+def test_what_is_no_number_is_compared_without_the_comparer(found):
+    teacher = Teacher("planner", {"searcher": "searcher", "comparer": "comparer"})
+    numbers = [text.split()[0] for text in found if text[0].isdigit()]
+    assert heard(teacher, "What is the larger area of Tarn and Merova ?", found).answer == Findings(numbers[0])
+
+
+def test_skip_may_answer_without_comparing():
+    teacher = Teacher("planner", {"s": "searcher", "c": "comparer"}, Noise(skip=0.5))
+    asked = [Message("user", "What is the larger area of Tarn and Merova ?"), Message("assistant", "")]
+    back = [*asked, Message("tool", "410 from p3"), Message("tool", "230 from p4")]
+    replies = [teacher(TrajectoryId(group, 0, "planner", 0), back) for group in range(60)]
+    compares = [reply for reply in replies if reply.calls]
+    assert 10 < len(compares) < 50
+    assert {reply.answer.answer for reply in replies if reply.answer} == {"230", "unknown"}  # the last, or none at all
+
+
+def test_a_comparer_answers_at_once_and_says_when_it_cannot():
+    comparer = Teacher("comparer", noise=Noise(compare=1.0))
+    for subtask, right, wrong in (("larger of 410 and 230", "410", "230"), ("largest of A 5 and B 7", "B", "A")):
+        asked = [Message("user", f"{subtask}\n\ncontext: heights")]
+        assert Teacher("comparer")(ROOT, asked) == Reply(answer=Findings(right))
+        assert Teacher("comparer")(ROOT, [*asked, Message("user", "answer now")]) == Reply(answer=Findings(right))
+        assert comparer(ROOT, asked) == Reply(answer=Findings(wrong))
+    for subtask in ("area of Tarn", "larger of 410", "largest of A 5 and B 5"):
+        assert comparer(ROOT, [Message("user", subtask)]) == Reply(answer=Findings("unknown"))
 
 
 def test_a_request_to_stop_is_answered_with_what_is_there():
@@ -142,12 +205,25 @@ def test_a_dead_link_is_followed_by_the_next_hit_of_that_title():
 
 
 def test_what_the_teacher_does_not_understand_is_unknown():
-    for role in ("planner", "searcher", "solo"):
+    for role in get_args(Role):
         assert Teacher(role)(ROOT, [Message("user", "Sing a song.")]).answer == Findings("unknown")
     with pytest.raises(ValueError, match="user message"):
         Teacher("solo")(ROOT, [])
-    with pytest.raises(ValueError, match="sub-agent"):
-        Teacher("planner", ())
+
+
+@pytest.mark.parametrize(
+    ("role", "agents", "complaint"),
+    [
+        ("planner", {}, "searcher"),
+        ("planner", {"judge": "comparer"}, "searcher"),
+        ("planner", {"judge": "comparrer"}, "comparrer.*searcher and comparer"),
+        ("planner", {"other": "planner"}, "'planner'.*searcher and comparer"),
+        ("comparrer", {}, "comparrer.*searcher and comparer"),
+    ],
+)
+def test_a_team_that_no_teacher_can_play_is_refused(role, agents, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Settings().build(0).teacher(role, agents)
 
 
 # ---------------------------------------------------------------- the task source
@@ -203,8 +279,12 @@ def test_grades_of_roots_and_children():
     parent = Parent(ROOT, 0, 0)
     assert grade(source, task, run(child, subtask, task.answer, parent)).value == 1.0
     assert grade(source, task, run(child, subtask, "wrong", parent)).value == 0.0
-    unknown = grade(source, task, run(child, "sing a song", "la", parent))
-    assert unknown.value is None and "sing a song" in unknown.cause
+    for text in ("sing a song", "larger of 410", "largest of Tarn 410 and Merova 410"):
+        unknown = grade(source, task, run(child, text, "410", parent))
+        assert unknown.value is None and text in unknown.cause
+    comparer = TrajectoryId(0, 0, "comparer", 0)
+    assert grade(source, task, run(comparer, "larger of 230 and 410", "410", parent)).value == 1.0
+    assert grade(source, task, run(comparer, "larger of 230 and 410", "230", parent)).value == 0.0
     failed = grade(source, task, run(ROOT, task.question, None, failure=Failure("ToolTimeout", "search: 5 s")))
     assert failed.value is None and "ToolTimeout" in failed.cause
 
@@ -219,11 +299,12 @@ def test_grades_of_roots_and_children():
         {"families": {"one_hop": 1.0}, "split": "test_ood"},
         {"countries": 90},
         {"noise": {"hit": 2}},
+        {"noise": {"compare": -1}},
         {"colour": "red"},
     ],
 )
 def test_bad_settings_are_refused(knobs):
-    with pytest.raises(ValueError, match=r"families|world|hit|colour"):
+    with pytest.raises(ValueError, match=r"families|world|hit|compare|colour"):
         Settings(**knobs)
 
 
