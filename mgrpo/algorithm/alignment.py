@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import groupby, pairwise
-from operator import attrgetter
 from struct import unpack
 from typing import Literal
 
@@ -84,10 +83,10 @@ def align(samples: Sequence[Sample], mode: Mode, d: int | None, *, seed: int, st
     agent that is not aligned (the planner); a tree's root always has weight 1. Draws are keyed by
     (seed, step, group, agent, rollout). Raises ValueError for several agents or two samples of one id.
     """
-    known = sorted(filter(_is_known, samples), key=_ID)
+    known = sorted(filter(_is_known, samples), key=_id)
     _check_identity(known)
     rows: list[Row] = []
-    for (group, rollout), run in groupby(known, key=_ROLLOUT):
+    for (group, rollout), run in groupby(known, key=_rollout):
         members = list(run)
         calls = sum([sample.trajectory.parent is not None for sample in members])
         key = (seed, step, group, members[0].trajectory.id.agent, rollout)
@@ -99,9 +98,13 @@ def align(samples: Sequence[Sample], mode: Mode, d: int | None, *, seed: int, st
     return rows
 
 
-# Of a sample. Tuples compare much faster than the ids themselves.
-_ROLLOUT = attrgetter("trajectory.id.group", "trajectory.id.rollout")
-_ID = attrgetter("trajectory.id.group", "trajectory.id.rollout", "trajectory.id.agent", "trajectory.id.invocation")
+def _id(sample: Sample) -> tuple[int, int, str, int]:
+    id = sample.trajectory.id
+    return id.group, id.rollout, id.agent, id.invocation  # compares faster than the ids themselves
+
+
+def _rollout(sample: Sample) -> tuple[int, int]:
+    return sample.trajectory.id.group, sample.trajectory.id.rollout
 
 
 def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
@@ -132,11 +135,7 @@ def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
 
 
 def _is_known(sample: Sample) -> bool:
-    if sample.reward.value is not None:
-        for turn in sample.trajectory.turns:  # noqa: SIM110 (a generator for any() costs five times as much)
-            if turn.token_ids:
-                return True
-    return False
+    return sample.reward.value is not None and any([turn.token_ids for turn in sample.trajectory.turns])
 
 
 def _check_identity(known: Sequence[Sample]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mgrpo.algorithm.coefficients import LossAggMode, gradient_mass, token_coefficients
-from mgrpo.algorithm.correction import Level, kept
+from mgrpo.algorithm.correction import Level, kept, row_sums
 from mgrpo.algorithm.loss import KlEstimator, Objective, kl_estimate, objective_loss
 from mgrpo.algorithm.packing import Batch, pack
 from mgrpo.policy.update import Policy, score
@@ -116,7 +116,7 @@ def _prepared(
         coefficients = _coefficients(rows, plan, counts)
         batches = [batch.weighed(coefficients) for batch in batches]
         if plan.objective.only_advantages:
-            batches = [batch.keeping(batch.advantages != 0.0) for batch in batches]
+            batches = [batch.keeping(row_sums(batch.advantages.abs(), batch.row) > 0.0) for batch in batches]
     if reference is not None:
         batches = [replace(b, ref_logprobs=_reference_logprobs(reference, b, policy.temperature)) for b in batches]
     return batches, coefficients, gone
