@@ -29,7 +29,7 @@ MODES = (*MEAN_MODES, "seq-mean-token-sum", "seq-mean-token-sum-norm")
 COMPARED = ("query", "agent", "agent_turn", "batch", "parent")
 VOCABULARY, MAX_SAMPLED = 8, 9
 # Sampled tokens of each turn; "|" starts a new row.
-SHAPES = ("1", "2", "3", "12", "1|1", "11", "203", "0|3", "13|2", "1|02|3", "333", "0", "21|1", "3|0", "2|2|2")
+SHAPES = ("1", "2", "3", "12", "1|1", "11", "203", "03", "0|3", "13|2", "1|02|3", "333", "0", "21|1", "3|0", "2|2|2")
 
 # Log-ratios of learner and behaviour policy are multiples of GRID, so a row's mean is one of GRID * m / n. No threshold
 # is near any of these: a comparison of two gradients never hangs on which side of a kink the last bit falls.
