@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from itertools import groupby, pairwise
+from itertools import pairwise
 from struct import unpack
 from typing import Literal
 
@@ -83,14 +83,10 @@ def align(samples: Sequence[Sample], mode: Mode, d: int | None, *, seed: int, st
     agent that is not aligned (the planner); a tree's root always has weight 1. Draws are keyed by
     (seed, step, group, agent, rollout). Raises ValueError for several agents or two samples of one id.
     """
-    known = sorted(filter(_is_known, samples), key=_id)
-    _check_identity(known)
     rows: list[Row] = []
-    for (group, rollout), run in groupby(known, key=_rollout):
-        members = list(run)
+    for (group, agent, rollout), members in _by_rollout(samples).items():
         calls = sum([sample.trajectory.parent is not None for sample in members])
-        key = (seed, step, group, members[0].trajectory.id.agent, rollout)
-        shares = iter(() if d is None else multiplicities(calls, d, mode, key))
+        shares = iter(() if d is None else multiplicities(calls, d, mode, (seed, step, group, agent, rollout)))
         for sample in members:
             weight = 1.0 if d is None or sample.trajectory.parent is None else next(shares)
             if weight:
@@ -98,13 +94,27 @@ def align(samples: Sequence[Sample], mode: Mode, d: int | None, *, seed: int, st
     return rows
 
 
-def _id(sample: Sample) -> tuple[int, int, str, int]:
-    id = sample.trajectory.id
-    return id.group, id.rollout, id.agent, id.invocation  # compares faster than the ids themselves
+def _by_rollout(samples: Sequence[Sample]) -> dict[tuple[int, str, int], list[Sample]]:
+    """The known samples by (group, agent, rollout), all in order. Raises ValueError as `align` says."""
+    known = [sample for sample in samples if sample.reward.value is not None and _is_sampled(sample)]
+    keys = [(id.group, id.rollout, id.agent, id.invocation) for sample in known for id in (sample.trajectory.id,)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)  # tuples compare faster than the ids themselves
+    if len(agents := {key[2] for key in keys}) > 1:
+        raise ValueError(f"samples of several agents {sorted(agents)}; align one agent at a time")
+    if repeated := [known[i].trajectory.id for i, next_ in pairwise(order) if keys[i] == keys[next_]]:
+        raise ValueError(f"two samples share an id: {', '.join(map(str, repeated[:3]))}; take each trajectory once")
+    found: dict[tuple[int, str, int], list[Sample]] = {}
+    for i in order:
+        group, rollout, agent, _ = keys[i]
+        found.setdefault((group, agent, rollout), []).append(known[i])
+    return found
 
 
-def _rollout(sample: Sample) -> tuple[int, int]:
-    return sample.trajectory.id.group, sample.trajectory.id.rollout
+def _is_sampled(sample: Sample) -> bool:
+    for turn in sample.trajectory.turns:  # noqa: SIM110 (a generator for any() costs five times as much)
+        if turn.token_ids:
+            return True
+    return False
 
 
 def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
@@ -132,16 +142,3 @@ def rows_of(sample: Sample, weight: float = 1.0) -> list[Row]:
         for segment, (first, turns) in enumerate(zip(starts, parts, strict=True))
         if (n := sum([len(turn.token_ids) for turn in turns]))
     ]
-
-
-def _is_known(sample: Sample) -> bool:
-    return sample.reward.value is not None and any([turn.token_ids for turn in sample.trajectory.turns])
-
-
-def _check_identity(known: Sequence[Sample]) -> None:
-    """``known`` are in order of id."""
-    ids = [sample.trajectory.id for sample in known]
-    if len(agents := {id.agent for id in ids}) > 1:
-        raise ValueError(f"samples of several agents {sorted(agents)}; align one agent at a time")
-    if repeated := [str(id) for id, next_ in pairwise(ids) if id == next_]:
-        raise ValueError(f"two samples share an id: {', '.join(repeated[:3])}; take each trajectory once")

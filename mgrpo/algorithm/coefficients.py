@@ -88,6 +88,9 @@ def gradient_mass(
     weights, before clipping. ``values`` has an advantage per turn of each row, ``coefficients`` a number per row."""
     mass: dict[tuple[str, int], float] = defaultdict(float)
     for row, own, c in zip(rows, values, coefficients, strict=True):
-        pull = sum([abs(value) * len(turn.token_ids) for value, turn in zip(own, row.turns, strict=True)])
+        if own.count(own[0]) == len(own):  # one advantage for all turns
+            pull = abs(own[0]) * row.sampled
+        else:
+            pull = sum([abs(value) * len(turn.token_ids) for value, turn in zip(own, row.turns, strict=True)])
         mass[row.id.agent, row.id.invocation] += c * pull
     return dict(mass)
