@@ -171,19 +171,20 @@ class Session:
 
     def reference(self, owner: str, window: Window) -> Any:
         """The model as it was before reinforcement began, for a KL term; None where there is none."""
-        if not needs_reference(self.config, owner, window.stage):
-            return None
-        if owner not in self._references:
-            self._references[owner] = load_model(self.folder.reference(owner)).requires_grad_(False)
-        return self._references[owner]
+        return self._references[owner] if needs_reference(self.config, owner, window.stage) else None
 
-    def _keep_reference(self, owner: str, window: Window) -> None:
-        """A copy of the weights that the first stage of the team's own starts with, if any stage compares with it."""
+    def _refer(self, owner: str, window: Window) -> None:
+        """Keep a copy of the weights that the first stage of the team's own starts with, if any stage compares with it.
+
+        It is loaded here, since transformers does not load two models at once in two threads.
+        """
         starts = window.stage_step == 0 and self._first_with_team(window.stage)
         if starts and any(needs_reference(self.config, owner, stage) for stage in self.config.stages):
             newest = self.store.latest(owner)
             assert newest is not None
             checkpoint.keep(self.folder.path / newest.handle, self.folder.reference(owner))
+        if owner not in self._references and needs_reference(self.config, owner, window.stage):
+            self._references[owner] = load_model(self.folder.reference(owner)).requires_grad_(False)
 
     def penalised(self, agent: str, window: Window, rows: Sequence[Row]) -> list[Row]:
         """The rows with the KL to the reference taken off their rewards."""
@@ -212,7 +213,7 @@ class Session:
 
     def begin_stage(self, agent: str, window: Window) -> None:
         self._show_stage(window)
-        self._keep_reference(agent, window)
+        self._refer(agent, window)
         if self._stages.get(agent) != window.stage.name:
             self._begin_schedule(agent, window.stage)
 
