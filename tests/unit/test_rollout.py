@@ -232,6 +232,8 @@ def test_groups_that_were_cut_off_run_again_whole_and_not_for_ever(
     groups = asyncio.run(run_groups(TASKS, team, 4, lambda task: None, Lockstep(5.0), watcher=watcher))
     assert [group.id for group in groups] == [7, 3]
     assert [[r.failure is not None for r in group.rollouts] for group in groups] == [[False] * 4, [left] * 4]
+    # what the engine wrote before it broke is an orphan; a rollout has the one trajectory of its last run.
+    assert all(len(rollout.trajectories) == 1 for group in groups for rollout in group.rollouts)
     again = min(broken, 2)
     assert told == [(1, "EngineError: restarting")] * again
     assert [batch[0].id.group for batch in engine.batches] == [3, 7] + [3] * again
