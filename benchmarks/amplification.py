@@ -1,6 +1,6 @@
 """How a role that is called often drowns itself, or others, and how the weights here prevent it.
 
-    python benchmarks/amplification.py [--calls 1 2 4 8 16] [--rates 1 4] [--seeds 5] [--steps 80] [--figure FILE] [--json FILE]
+    python benchmarks/amplification.py [--rates 1 4] [--seeds 5] [--steps 80] [--figure FILE] [--json FILE]
 
 Policies with several calls of one role per prompt amplify that role's gradient, up to a cliff in accuracy (arXiv
 2605.24202). In miniature: a searcher answers one of 8 ways to each of 16 subtasks, n times in every rollout, for 8
@@ -175,7 +175,7 @@ def draw_figure(path: Path, found: dict[str, Any], calls: Sequence[int]) -> None
         {"naive": "#d55e00", "mgrpo": "#0072b2"},
         {"naive": "sum over calls / rollouts", "mgrpo": "d / d_k"},
     )
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
     for way in WAYS:
         line = {"color": colours[way], "label": labels[way], "marker": "o" if way == "mgrpo" else "s"}
         axes[0].plot(calls, [found["gradient"][way][str(n)] for n in calls], **line)
@@ -194,7 +194,8 @@ def draw_figure(path: Path, found: dict[str, Any], calls: Sequence[int]) -> None
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
-        axis.legend(frameon=False, title="loss divided by" if axis is axes[1] else None)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if axis is axes[2] else {}
+        axis.legend(frameon=False, title="denominator" if axis is axes[1] else None, **beside)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 

@@ -97,8 +97,10 @@ def memory(
     optimizer: Literal["adamw", "muon"] | None,
     tokens: int,
     engine_bytes_per_number: int,
+    reference: bool = False,
 ) -> Memory:
-    """What one agent takes. ``optimizer`` is None for an agent that does not learn; ``tokens`` is a micro-batch.
+    """What one agent takes. ``optimizer`` is None for an agent that does not learn; ``tokens`` is a micro-batch;
+    a ``reference`` of a KL term is a second set of weights.
 
     AdamW keeps two numbers per parameter, Muon one per parameter of a matrix. Activations of a token, kept for the
     backward pass: per layer 6 hidden + 2 attention + 2 key-value + 4 intermediate widths, and 3 vocabularies for the
@@ -110,7 +112,7 @@ def memory(
     weights = FLOAT32 * size.parameters
     layer = 6 * size.hidden + 2 * size.attention_width + 2 * size.kv_width + 4 * size.intermediate
     activations = FLOAT32 * tokens * (size.layers * layer + 3 * size.vocabulary)
-    return Memory(weights, weights, optimizer_bytes(size, optimizer), activations, engine)
+    return Memory(weights * (2 if reference else 1), weights, optimizer_bytes(size, optimizer), activations, engine)
 
 
 def optimizer_bytes(size: ModelSize, optimizer: Literal["adamw", "muon"]) -> int:

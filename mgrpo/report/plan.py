@@ -171,7 +171,10 @@ def _in_stages(config: Config, name: str, own: ModelSize) -> list[Memory]:
     learners = _learners(config, name)
     if not learners:
         return [memory(own, None, 0, engine)]
-    return [memory(own, learner.optimizer, learner.max_tokens_per_microbatch, engine) for learner in learners]
+    return [
+        memory(own, learner.optimizer, learner.max_tokens_per_microbatch, engine, learner.kl_coef > 0.0)
+        for learner in learners
+    ]
 
 
 def _learners(config: Config, owner: str) -> list[LearnerConfig]:
@@ -205,7 +208,7 @@ def memory_lines(config: Config) -> list[Line]:
     layer = "6 hidden + 2 attention + 2 key-value + 4 intermediate widths"
     return [
         ("sum", f"{size(sum(m.total for m in memories(config).values()))} for all agents, if all run in one process"),
-        ("P", "parameters. Learners compute in float32: weights 4 P, gradients 4 P bytes"),
+        ("P", "parameters. Learners compute in float32: weights 4 P (twice with a KL reference), gradients 4 P bytes"),
         ("optimizer", "AdamW 8 P; Muon 4 bytes for each number of a layer's matrix and AdamW for the rest"),
         ("activations", f"of one micro-batch at most: 4 tokens (layers ({layer}) + 3 vocabulary) bytes"),
         ("engine", f"its own copy in its dtype; its cache comes on top, per token of context: {', '.join(cache)}"),
