@@ -289,12 +289,13 @@ def export(
     try:
         if agent not in config.agents:
             raise UserError(f"{run}: no agent {agent!r}{suggest(agent, config.agents)}")
-        if not config.agents[agent].trainable:
-            raise UserError(f"{run}: agent {agent!r} was not trained; its model is {config.agents[agent].model}")
-        weights = runs.published(store, agent, version)
+        owner = config.owner(agent)
+        if owner not in config.learners:
+            raise UserError(f"{run}: agent {agent!r} was not trained; its model is {config.agents[owner].model}")
+        weights = runs.published(store, owner, version)
     finally:
         store.close()
-    export_(run / weights.handle, weights.checksum, tokenizer_of(runs.models(config)[agent]), folder)
+    export_(run / weights.handle, weights.checksum, tokenizer_of(runs.models(config)[owner]), folder)
     print(f"{agent} version {weights.version} of {run} is in {folder}")
 
 

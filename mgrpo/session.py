@@ -157,7 +157,10 @@ class Session:
 
     def learning(self, owner: str, window: Window) -> tuple[str, ...]:
         """The agents that move the weights of ``owner`` in this window."""
-        trained = self.config.trained(window.stage)
+        return self._learning(owner, window.stage)
+
+    def _learning(self, owner: str, stage: StageConfig) -> tuple[str, ...]:
+        trained = self.config.trained(stage)
         return tuple(name for name in self.config.sharing(owner) if name in trained)
 
     def comparison(self, agent: str, window: Window) -> Comparison:
@@ -174,11 +177,12 @@ class Session:
         return self._references[owner] if needs_reference(self.config, owner, window.stage) else None
 
     def _refer(self, owner: str, window: Window) -> None:
-        """Keep a copy of the weights that the first stage of the team's own starts with, if any stage compares with it.
+        """Keep a copy of the weights that reinforcement starts with, if any stage compares with it; and load it.
 
-        It is loaded here, since transformers does not load two models at once in two threads.
+        Here and not where it is used, since transformers does not load two models at once in two threads.
         """
-        starts = window.stage_step == 0 and self._first_with_team(window.stage)
+        first = next((s for s in self.config.stages if s.collect == "team" and self._learning(owner, s)), None)
+        starts = window.stage_step == 0 and window.stage is first
         if starts and any(needs_reference(self.config, owner, stage) for stage in self.config.stages):
             newest = self.store.latest(owner)
             assert newest is not None

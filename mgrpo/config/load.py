@@ -100,6 +100,7 @@ def settled(config: Config, threads: int) -> Config:
     table["tools"] = {name: _absolute("tool", own, own) for name, own in config.tools.items()}
     table["trackers"] = [_absolute("tracker", own, own) for own in config.trackers]
     table["tasks"] = _absolute("tasks", config.tasks, config.tasks)
+    table["expert"] = _absolute("expert", config.expert, config.expert)
     stages = zip(table["stages"], config.stages, strict=True)
     asked = [(table["evaluation"], key, getattr(config.evaluation, key)) for key in ("tasks", "dev_tasks")]
     for place, key, own in [*((place, "tasks", stage.tasks) for place, stage in stages), *asked]:

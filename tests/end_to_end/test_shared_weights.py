@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import mgrpo
 from tiny_recipe import REINFORCE, WARM_UP, table
 
 from mgrpo.config import Config, resolve
@@ -56,6 +57,25 @@ def test_one_set_of_weights_is_published_and_served_to_both(finished: Path) -> N
         assert team.engines["planner"] is team.engines["searcher"]
         question = team.questions().task(0).question
         assert team.ask(question).trajectories
+
+
+def test_either_agent_exports_the_weights(finished: Path, tmp_path: Path) -> None:
+    for agent in ("planner", "searcher"):
+        assert mgrpo("export", finished, agent, tmp_path / agent).code == 0
+    one, other = ((tmp_path / agent / "model.safetensors").read_bytes() for agent in ("planner", "searcher"))
+    assert one == other
+
+
+def test_a_stage_may_leave_one_out_and_compare_with_the_weights_it_had(tmp_path: Path) -> None:
+    """A searcher that joins in the second stage of reinforcement is compared with what it was before."""
+    first = REINFORCE | {"name": "first", "steps": 1, "train": ["planner"]}
+    second = REINFORCE | {"name": "second", "steps": 1, "learner": {"kl_coef": 0.1}}
+    evaluation = {"questions": 1, "tasks": {"split": "test"}, "examples": 0}
+    config = resolve(table(stages=[first, second], evaluation=evaluation, reward="tiny_recipe:token_reward"))
+    train(config, tmp_path / "run", reporter=Reporter(tmp_path / "run", config, quiet=True))
+    for agent in config.agents:
+        reference = tmp_path / "run" / "reference" / agent / "model.safetensors"
+        assert reference.read_bytes() == (tmp_path / "run" / "models" / agent / "model.safetensors").read_bytes()
 
 
 def test_each_agent_has_statistics_of_its_own_and_both_have_rows(finished: Path) -> None:
