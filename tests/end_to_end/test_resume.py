@@ -25,7 +25,7 @@ AGENTS = ("planner", "searcher")
 WARM = WARM_UP | {"steps": 20, "weight_sync_steps": 5, "groups_per_step": 8, "tasks": {"tasks_per_world": 8}}
 LEARNERS = {"optimizer": "muon", "learning_rate": 2e-2, "warmup_steps": 4}
 CONFIG = tiny(
-    stages=[WARM | {"learner": LEARNERS}, REINFORCE],
+    stages=[WARM | {"learner": LEARNERS}, REINFORCE | {"learner": {"kl_coef": 0.05, "num_iterations": 2}}],
     reward="tiny_recipe:token_reward",
     evaluation={
         "questions": 2,
@@ -60,6 +60,8 @@ DEATHS: tuple[Death, ...] = (
     ("mgrpo.store.sql:SqlStore.publish", 5, BEFORE),  # a checkpoint that no publication names
     ("mgrpo.policy.checkpoint:_sync", 20, BEFORE),  # inside a checkpoint
     ("mgrpo.session:evaluate", 2, BEFORE),  # between stages, inside the evaluation
+    ("mgrpo.policy.checkpoint:shutil.copytree", 1, AFTER),  # a reference for the KL term is half there
+    ("mgrpo.policy.checkpoint:keep", 1, AFTER),  # one agent's reference is there, the other's is not
     ("mgrpo.store.sql:SqlStore.publish", 2, AFTER),  # one agent is a step ahead of the other
     ("mgrpo.session:Session.learned", 2, AFTER),  # a metrics line of a step that is done again
 )
