@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,9 @@ def test_ctrl_c_saves_and_names_the_command_that_goes_on(tmp_path: Path) -> None
     changes = ["--set", "stages.1.steps=20", "--set", "evaluation.every=0"]
     arguments = ["train", str(SMOKE), "--run", str(run), *changes]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*COMMAND, *arguments], **pipes, text=True, env=ENVIRONMENT) as process:
+    # A shell's background jobs ignore Ctrl-C, and so would a child of a test run that was started as one.
+    listens = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen([*COMMAND, *arguments], **pipes, text=True, env=ENVIRONMENT, preexec_fn=listens) as process:
         _wait_for_rollouts(process, run / "metrics.jsonl")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)

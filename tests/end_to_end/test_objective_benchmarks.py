@@ -15,7 +15,7 @@ from command_line import ROOT
 def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks" / name), *options, "--json", str(folder / "found.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert (folder / "found.json").exists(), done.stderr
+    assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
