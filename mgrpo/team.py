@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ class Team:
 
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self.config = config
-        self.chats = {name: Chat(tokenizer_of(models[name]), FORMATS[a.format]) for name, a in config.agents.items()}
+        self.chats = {name: chat_of(models[name], agent.format) for name, agent in config.agents.items()}
         own: dict[str, Engine] = {
             name: settings("engine", agent.engine, f"agents.{name}.engine").build(
                 folder=models[name], encode=self.chats[name].encode_reply
@@ -287,7 +288,7 @@ def _check_agent(agent: AgentConfig, where: str) -> None:
         folder = Path(agent.model)
         check_model_folder(folder, f"{where}.model")
         try:
-            Chat(tokenizer_of(folder), FORMATS[agent.format])
+            chat_of(folder, agent.format)
         except ConfigError as error:
             raise ConfigError(f"{where}: {agent.model} and format {agent.format!r}: {error}") from error
     plan = settings("engine", agent.engine, f"{where}.engine")
@@ -307,6 +308,18 @@ def _limits(config: AgentConfig) -> Limits:
         max_tool_response_tokens=config.max_tool_response_tokens,
         truncate_side=config.tool_response_truncate_side,
     )
+
+
+def chat_of(folder: Path, format: str) -> Chat:
+    """The chat of the model in ``folder``. Raises DataError naming the folder, ConfigError as `Chat` does."""
+    ends: set[int] = set()
+    for file in ("config.json", "generation_config.json"):  # released chat models declare several ends of a turn
+        try:
+            declared = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        ends |= set(declared if isinstance(declared, list) else [declared])
+    return Chat(tokenizer_of(folder), FORMATS[format], ends - {None})
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from mgrpo.config import Config, resolve
 from mgrpo.types import Reward, Rollout, TrajectoryId
@@ -57,3 +64,39 @@ def token_reward(rollout: Rollout, *_: Any) -> dict[TrajectoryId, Reward]:
     """Worth that varies however badly a model acts: the remainder of its sampled ids' sum. Usable as `reward`."""
     sums = {t.id: sum(id for turn in t.turns for id in turn.token_ids) for t in rollout.trajectories}
     return {id: Reward(total % 7 / 6, {"remainder": total % 7 / 6}) for id, total in sums.items()}
+
+
+def train_briefly(config: Config, folder: Path, resume: bool = False) -> list[dict[str, Any]]:
+    """Train without what takes longer than tiny steps: evaluations and curves. Returns the records of metrics.jsonl."""
+    from mgrpo.report.metrics_log import read_metrics
+    from mgrpo.report.reporter import Reporter
+    from mgrpo.session import Session
+    from mgrpo.train import train
+
+    async def nothing(*_: Any) -> None:
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "_evaluate_fully", nothing)
+        patch.setattr(Reporter, "finish", lambda *_: {})
+        train(config, folder, resume=resume, reporter=Reporter(folder, config, quiet=True))
+    return list(read_metrics(folder))
+
+
+@cache
+def warmed_team() -> dict[str, str]:
+    """A model folder for each agent of `table` that saw enough demonstrations to delegate, and to answer at times."""
+    from mgrpo.run import RunFolder
+
+    home = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    warm = WARM_UP | {"steps": 80, "weight_sync_steps": 20, "groups_per_step": 16, "tasks": {"tasks_per_world": 8}}
+    config = tiny(stages=[warm | {"learner": {"optimizer": "muon", "learning_rate": 2e-2}}])
+    train_briefly(config, home / "run")
+    _, store = RunFolder(home / "run").open()
+    for agent in config.agents:
+        newest = store.latest(agent)
+        assert newest is not None
+        shutil.copy(home / "run" / newest.handle / "model.safetensors", home / "run" / "models" / agent)
+    store.close()
+    return {agent: str(home / "run" / "models" / agent) for agent in config.agents}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -63,10 +63,11 @@ class Chat:
     """One tokenizer with its chat template, and one call format.
 
     Raises ConfigError where the template cannot carry the conversation of an agent or the vocabulary lacks a control
-    token of the format. ``stop_ids`` end a turn when sampled; ``control_ids`` never occur in plain content.
+    token of the format. ``stop_ids`` end a turn when sampled: the template's end, the tokenizer's, and ``ends``, what
+    else the model may end with. ``control_ids`` never occur in plain content.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, format: Format) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, format: Format, ends: Iterable[int] = ()) -> None:
         self.format = format
         self._tokenizer = tokenizer
         # Our own copy: padding, truncation and split_special_tokens are state that other users of a tokenizer change.
@@ -82,7 +83,7 @@ class Chat:
         self.control_ids = self._find_controls()
         self._control_strings = [self._backend.id_to_token(id) for id in sorted(self.control_ids)]
         self._end_id = self._find_end()
-        self.stop_ids = tuple(sorted({self._end_id, tokenizer.eos_token_id} - {None}))
+        self.stop_ids = tuple(sorted({self._end_id, tokenizer.eos_token_id, *ends} - {None}))
 
     # ------------------------------------------------------------ prompts
 
