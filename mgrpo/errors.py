@@ -16,7 +16,10 @@
     |   |-- ToolError             a tool's backend broke
     |   |   `-- ToolTimeout
     |   |-- GraderError           a judge or grader broke
-    |   `-- StoreTimeout          nothing arrived in the store before the deadline
+    |   |-- EngineLost            no server of an agent's weights is left: an outage of its own, not a rollout's failure
+    |   |-- StoreTimeout          nothing arrived in the store before the deadline
+    |   |-- StoreUnavailable      the database could not be reached, or could not write, for too long
+    |   `-- LeaseLost             another process was given what this one held; what it meant to write is not written
     `-- (anything else)           a bug of ours: raised, with a traceback
 
 The model's own mistakes are none of these: they are data (`Reply.error`, `ToolResult.error`).
@@ -75,4 +78,13 @@ class ToolTimeout(ToolError): ...
 class GraderError(InfrastructureError): ...
 
 
+class EngineLost(InfrastructureError): ...
+
+
 class StoreTimeout(InfrastructureError): ...
+
+
+class StoreUnavailable(InfrastructureError): ...
+
+
+class LeaseLost(InfrastructureError): ...
