@@ -271,12 +271,14 @@ class Share:
     """What a learner takes of one group: its agent's samples, and what every one of the K rollouts was worth.
 
     ``roots`` holds the root's reward by rollout index, None where it is unknown: K and d_k can be counted, and a
-    sub-agent can inherit the planner's advantage, without the planner's trajectories.
+    sub-agent can inherit the planner's advantage, without the planner's trajectories. ``bytes`` is what the samples
+    took on their way from the store.
     """
 
     group: int
     samples: tuple[Sample, ...]
     roots: Mapping[int, float | None]
+    bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

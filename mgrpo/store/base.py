@@ -5,6 +5,7 @@
     collect   waits for: learners near enough (`trained`), newest weights (`latest`)      produces: `commit`
     learn     waits for: `take` of its next groups                                        produces: `publish`
     viewer, evaluation   `Reader`, never a write
+    all       `Ledger`: leases on what they are about to write, and who is there
 
 The cursor of an agent is derived, never stored beside the data: `trained(agent)` counts the groups named by that
 agent's publications, and a publication is one row. So weights and the groups they were trained on appear together
@@ -15,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mgrpo.types import Ending, Group, Reward, Share, Task, TrajectoryId
+
+
+PartKind = Literal["engine", "tools", "collect", "learn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +98,77 @@ class Counts:
     sampled_tokens: int = 0
 
 
-class CollectStore(Protocol):
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of ``owner`` to write what ``name`` stands for. ``fence`` grows with every grant of the store."""
+
+    name: str  # collect/FIRST_GROUP, learn/AGENT, evaluate/WHEN
+    owner: str
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A process at work. ``state`` is "" while all is well, else one line that says what is not."""
+
+    name: str  # unique in the run, such as serve-planner-0
+    kind: PartKind
+    agent: str = ""
+    url: str = ""  # where it is reached
+    instance: str = ""  # of the process: another one after a restart
+    version: int = -1  # of the weights that it serves
+    state: str = ""
+
+
+class Ledger(Protocol):
+    """Who may write what, and who is there; see ledger.py. Seconds are by the database's clock."""
+
+    def lease(self, name: str, owner: str, seconds: float) -> Lease | None:
+        """The lease for so many seconds; None while another owner holds it, or where it is done.
+
+        Granted to its present owner too, with a new fence: that is a process which came back.
+        """
+        ...
+
+    def renew(self, lease: Lease, seconds: float) -> None:
+        """So many seconds from now. Raises LeaseLost where it was given to another or given back."""
+        ...
+
+    def release(self, lease: Lease, done: bool = False) -> None:
+        """Others may have it, or with ``done`` nobody ever again. Does nothing where it was lost."""
+        ...
+
+    def done(self, name: str) -> bool:
+        """Whether a lease of this name was released as done."""
+        ...
+
+    def announce(self, part: Part, seconds: float) -> None:
+        """``part`` is there, for so many seconds; replaces what it said before."""
+        ...
+
+    def retire(self, name: str) -> None:
+        """The part of this name is gone."""
+        ...
+
+    def parts(self, kind: PartKind | None = None, agent: str | None = None) -> list[Part]:
+        """Those whose time has not run out, by name."""
+        ...
+
+
+class CollectStore(Ledger, Protocol):
     """The collecting side. A group is committed whole or not at all."""
 
     def committed(self) -> int:
         """The number n for which groups 0..n-1 are all committed: where a collector goes on after a crash."""
         ...
 
-    def commit(self, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward]) -> None:
+    def commit(
+        self, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward], lease: Lease | None = None
+    ) -> None:
         """Writes groups and rewards in one transaction. A group id that is already there changes nothing.
 
-        Raises ValueError, and writes nothing, where an id, a parent or a reward does not fit its group.
+        Writes nothing and raises LeaseLost where ``lease`` is not the newest of its name, ValueError where an id, a
+        parent or a reward does not fit its group.
         """
         ...
 
@@ -117,7 +181,7 @@ class CollectStore(Protocol):
         ...
 
 
-class LearnStore(Protocol):
+class LearnStore(Ledger, Protocol):
     """The learning side: one agent's rows in, its weights out."""
 
     def take(self, agent: str, first: int, count: int) -> list[Share] | None:
@@ -127,13 +191,18 @@ class LearnStore(Protocol):
         ...
 
     def publish(
-        self, version: WeightVersion, consumed: range | Sequence[int], metrics: Mapping[str, float] | None = None
+        self,
+        version: WeightVersion,
+        consumed: range | Sequence[int],
+        metrics: Mapping[str, float] | None = None,
+        lease: Lease | None = None,
     ) -> None:
         """Publishes weights and consumes the next groups in one transaction; the same call again changes nothing.
 
         ``consumed`` continues at `trained` without a gap, and may be empty (the initial weights).
-        ``version.version`` repeats the newest one when the agent had no rows. Raises UserError where another
-        learner of this agent came first, ValueError where groups or weights do not fit.
+        ``version.version`` repeats the newest one when the agent had no rows. Writes nothing and raises LeaseLost
+        where ``lease`` is not the newest of its name, UserError where another learner of this agent came first,
+        ValueError where groups or weights do not fit.
         """
         ...
 

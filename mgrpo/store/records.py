@@ -1,9 +1,10 @@
 """Values <-> bytes, exactly: what is decoded equals what was encoded, to the last bit of every float.
 
 The ordinary form is msgpack. It cannot hold two things that a model is free to write in a tool call's JSON: an
-integer beyond 64 bits and half of a surrogate pair. Such a value is kept as ASCII JSON; the first byte tells the two
-forms apart, since every record is a msgpack map or array and those never begin with ``{`` or ``[``. A CRC-32 closes
-either form: databases notice a damaged page of theirs, not a flipped bit inside a value.
+integer beyond 64 bits and half of a surrogate pair. Such a value is kept as ASCII JSON. Either form is compressed with
+Zstandard where that makes it shorter. The first byte tells all apart: a record is a msgpack map or array, and those
+begin with none of ``{``, ``[`` and the ``(`` of Zstandard's magic number. A CRC-32 closes it: databases notice a
+damaged page of theirs, not a flipped bit inside a value.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import zstandard
 
 from mgrpo.errors import RunFolderError
 from mgrpo.types import Failure, Sample, Task
 
 T = TypeVar("T")
 _ENCODER = msgspec.msgpack.Encoder()
+_SHORTEST = 256  # bytes; shorter records gain nothing
+_LEVEL = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ def encode(value: Any) -> bytes:
         body = _ENCODER.encode(value)
     except (OverflowError, UnicodeEncodeError):
         body = json.dumps(msgspec.to_builtins(value)).encode("ascii")
+    if len(body) >= _SHORTEST and len(packed := zstandard.compress(body, _LEVEL)) < len(body):
+        body = packed
     return body + _checksum(body)
 
 
@@ -66,6 +72,8 @@ class Decoder(Generic[T]):
         body, checksum = data[:-4], data[-4:]
         if _checksum(body) != checksum:
             raise RunFolderError("the store holds a damaged record (its checksum differs); restore a copy of the store")
+        if body[:1] == b"(":
+            body = zstandard.decompress(body)
         if body[:1] in (b"{", b"["):
             return msgspec.convert(json.loads(body), self._type)
         return self._msgpack.decode(body)

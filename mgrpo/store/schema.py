@@ -6,6 +6,8 @@
     groups         id                                              task and rollouts
     trajectories   (group_id, rollout, agent, invocation)          trajectory and reward of one node of the tree
     publications   (agent, number)                                 weights, the groups consumed for them, metrics
+    leases         name                                            who may write what, see ledger.py
+    parts          name                                            processes at work and where they are reached
 
 Everything a model or a remote service wrote sits in a ``record`` (bytes), since text columns of some databases refuse
 NUL and unpaired surrogates. ``record`` comes last in its row, so that reading the others need not load a long one.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     CheckConstraint,
     Column,
     Double,
@@ -26,7 +29,7 @@ from sqlalchemy import (
     Text,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -38,6 +41,7 @@ runs = Table(
     Column("seed", BigInteger, nullable=False),
     Column("created", Double, nullable=False),
     Column("config", Text, nullable=False),  # JSON
+    Column("fences", BigInteger, nullable=False, server_default="0"),  # leases granted so far
 )
 
 groups = Table(
@@ -86,4 +90,27 @@ publications = Table(
     Column("end_group", BigInteger, nullable=False),  # exclusive
     Column("created", Double, nullable=False),
     Column("record", LargeBinary, nullable=False),  # metrics
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("expires", Double, nullable=False),  # seconds since the epoch, by the database's clock
+    Column("done", Boolean, nullable=False),  # never granted again
+)
+
+parts = Table(
+    "parts",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("agent", Text, nullable=False),
+    Column("url", Text, nullable=False),
+    Column("instance", Text, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("expires", Double, nullable=False),  # as of leases
 )

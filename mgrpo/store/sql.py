@@ -14,8 +14,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.dml import ReturningInsert
 
 from mgrpo.errors import UserError
-from mgrpo.store import rows
-from mgrpo.store.base import Counts, GroupSummary, Publication, RunInfo, WeightVersion
+from mgrpo.store import ledger, rows
+from mgrpo.store.base import Counts, GroupSummary, Lease, Part, PartKind, Publication, RunInfo, WeightVersion
 from mgrpo.store.records import decode_sample
 from mgrpo.store.schema import groups, publications, trajectories
 from mgrpo.types import Group, Reward, Sample, Share, TrajectoryId
@@ -56,7 +56,9 @@ class SqlStore:
                 self._committed += 1
         return self._committed
 
-    def commit(self, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward]) -> None:
+    def commit(
+        self, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward], lease: Lease | None = None
+    ) -> None:
         rows.check(groups, rewards)
         if not groups:
             return
@@ -64,6 +66,8 @@ class SqlStore:
         heads = [rows.group_row(group, now) for group in groups]
         nodes = {group.id: rows.trajectory_rows(group, rewards) for group in groups}
         with self._writing() as connection:
+            if lease is not None:
+                ledger.check(connection, lease)
             fresh = connection.execute(_insert_new(connection.dialect.name), heads).scalars().all()
             if fresh_rows := [row for id in fresh for row in nodes[id]]:
                 connection.execute(insert(trajectories), fresh_rows)
@@ -86,21 +90,29 @@ class SqlStore:
         own = select(trajectories.c.group_id, trajectories.c.record).where(where, trajectories.c.agent == agent)
         ranked = select(trajectories.c.group_id, trajectories.c.rollout, trajectories.c.reward)
         samples: list[list[Sample]] = [[] for _ in range(count)]
+        sizes = [0] * count
         roots: list[dict[int, float | None]] = [{} for _ in range(count)]
         with self._reading() as connection:
             if _present(connection, range(first, first + count)) < count:
                 return None
             for group, record in connection.execute(own.order_by(*order)):
                 samples[group - first].append(decode_sample(record))
+                sizes[group - first] += len(record)
             for group, rollout, reward in connection.execute(ranked.where(where, trajectories.c.position == 0)):
                 roots[group - first][rollout] = reward
-        return [Share(first + i, tuple(samples[i]), roots[i]) for i in range(count)]
+        return [Share(first + i, tuple(samples[i]), roots[i], sizes[i]) for i in range(count)]
 
     def publish(
-        self, version: WeightVersion, consumed: range | Sequence[int], metrics: Mapping[str, float] | None = None
+        self,
+        version: WeightVersion,
+        consumed: range | Sequence[int],
+        metrics: Mapping[str, float] | None = None,
+        lease: Lease | None = None,
     ) -> None:
         span = _span(consumed)
         with self._writing() as connection:
+            if lease is not None:
+                ledger.check(connection, lease)
             last = _last_publication(connection, version.agent)
             number, before = (-1, None) if last is None else last
             new = Publication(version, span or _empty_after(before), dict(metrics or {}), time.time())
@@ -110,6 +122,39 @@ class SqlStore:
             if _present(connection, new.consumed) < len(new.consumed):
                 raise ValueError(f"{version.agent!r} cannot consume {_named(new.consumed)}: not all are committed")
             connection.execute(insert(publications), rows.publication_row(new, number + 1))
+
+    # ------------------------------------------------------------ ledger
+
+    def lease(self, name: str, owner: str, seconds: float) -> Lease | None:
+        with self._reading() as connection:  # those who wait for it need not stand in the way of those who write
+            if not ledger.obtainable(connection, name, owner):
+                return None
+        with self._writing() as connection:
+            return ledger.grant(connection, name, owner, seconds)
+
+    def renew(self, lease: Lease, seconds: float) -> None:
+        with self._writing() as connection:
+            ledger.renew(connection, lease, seconds)
+
+    def release(self, lease: Lease, done: bool = False) -> None:
+        with self._writing() as connection:
+            ledger.release(connection, lease, done)
+
+    def done(self, name: str) -> bool:
+        with self._reading() as connection:
+            return ledger.is_done(connection, name)
+
+    def announce(self, part: Part, seconds: float) -> None:
+        with self._writing() as connection:
+            ledger.announce(connection, part, seconds)
+
+    def retire(self, name: str) -> None:
+        with self._writing() as connection:
+            ledger.retire(connection, name)
+
+    def parts(self, kind: PartKind | None = None, agent: str | None = None) -> list[Part]:
+        with self._reading() as connection:
+            return ledger.alive(connection, kind, agent)
 
     # ------------------------------------------------------------ read
 

@@ -66,7 +66,7 @@ DIALECTS: list[Dialect] = [sqlite.dialect(), postgresql.dialect()]  # type: igno
 @pytest.mark.parametrize("dialect", DIALECTS, ids=["sqlite", "postgresql"])
 def test_every_table_compiles_with_wide_keys(dialect: Dialect) -> None:
     ddl = "".join(str(CreateTable(table).compile(dialect=dialect)) for table in metadata.sorted_tables)
-    assert ddl.count("CREATE TABLE") == 4
+    assert ddl.count("CREATE TABLE") == len(metadata.tables)
     assert ("group_id BIGINT" in ddl) == (dialect.name == "postgresql")
     assert "SERIAL" not in ddl
 
