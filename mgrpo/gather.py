@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mgrpo.agents.rollout import Team as ActingTeam
-from mgrpo.agents.rollout import Watcher, run_groups
+from mgrpo.agents.rollout import Watcher, cut_off, run_groups
 from mgrpo.algorithm.shaping import informative, shaped
 from mgrpo.config import StageConfig
 from mgrpo.evaluate import reward
@@ -39,8 +39,9 @@ async def gather(
     """Groups with these ``ids``; ``task(id, batch)`` is what is asked, with ``batch`` > 0 a replacement.
 
     With `filter_groups` (dynamic sampling, DAPO), a question whose K rollouts are all worth the same before shaping is
-    replaced by another, in at most ``max_num_gen_batches`` batches; what is dull after that is kept as it is. Raises
-    InfrastructureError as `reward` does.
+    replaced by another, in at most ``max_num_gen_batches`` batches; what is dull after that is kept as it is. A group
+    of which broken infrastructure left fewer than ``rollout.min_rollouts``, after all retries, is accepted with unknown
+    rewards. Raises InfrastructureError as `reward` does.
     """
     plan, k = team.config.filter_groups, team.config.num_generations(stage)
     filters = plan.enable and stage.collect == "team"
@@ -57,10 +58,21 @@ async def gather(
         if not due:
             break
     ready = [groups[id] for id in ids]
+    short = [
+        group for group in ready if len(group.rollouts) - len(cut_off(group)) < min(k, team.config.rollout.min_rollouts)
+    ]
+    for group in short:
+        raw |= unknown(group, f"fewer than {team.config.rollout.min_rollouts} of {k} rollouts were not cut off")
     plans = shapings(team.config)
     rewards = {id: own for group in ready for r in group.rollouts for id, own in shaped(r, raw, plans).items()}
     counts = {"replaced_groups": float(replaced), "dull_groups": float(len(due))} if filters else {}
+    counts |= {"short_groups": float(len(short))} if short else {}
     return Gathered(ready, rewards, counts | team.expert(source).take_metrics())
+
+
+def unknown(group: Group, cause: str) -> dict[TrajectoryId, Reward]:
+    """No reward for anybody in ``group``: it counts as seen and teaches nothing."""
+    return {t.id: Reward(None, cause=cause) for rollout in group.rollouts for t in rollout.trajectories}
 
 
 def root_metrics(group: Group, rewards: Rewards, metric: str) -> list[float | None]:

@@ -2,9 +2,13 @@
 
 ::
 
-    config.toml        the resolved recipe          metrics.jsonl, summary.json, curves.png    report/
-    store.db           groups, rewards, versions    models/AGENT                               where training began
-    weights/AGENT/vN   checkpoints, newest few                         reference/AGENT     what a KL term compares with
+    config.toml         the resolved recipe          metrics.jsonl, summary.json, curves.png    report/
+    store.db            groups, rewards, versions    models/AGENT       where training began
+    weights/AGENT/vN-F  versions, the newest few     reference/AGENT    what a KL term compares with
+    parts/NAME/         metrics and log of one process, where a run has several
+
+The store may be a database elsewhere and the weights at another place (``store`` and ``weights`` of the recipe); then
+every machine has a run folder of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +26,23 @@ from typing import IO, Any
 from mgrpo.config import Config, dump, load, settled
 from mgrpo.config.registry import shorten
 from mgrpo.config.vocabulary import closed_vocabulary
-from mgrpo.errors import DataError, RunFolderError
+from mgrpo.errors import DataError, RunFolderError, StoreTimeout
 from mgrpo.store.base import RunInfo, Store, WeightVersion
-from mgrpo.store.opening import open_store
+from mgrpo.store.opening import STORE_VARIABLE, open_store, refuse_password
+from mgrpo.store.weights import WeightStore
+
+_BEGINNING_S = 120.0  # longest time for another process to write its first files
+# What may differ between a run's beginning and its going on, or between its machines.
+_LOCAL = frozenset({"trackers", "store", "weights", "launch"})
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One process's hold on a run that it trains: no other process can have one until it is closed."""
+    """One process's hold on a run, until it is closed."""
 
     config: Config  # the recipe as the run keeps it
     store: Store
+    weights: WeightStore
     lock: IO[str]
 
     def close(self) -> None:
@@ -51,24 +62,42 @@ class RunFolder:
     def store_file(self) -> Path:
         return self.path / "store.db"
 
-    def weights(self, agent: str) -> Path:
-        return self.path / "weights" / agent
+    def part(self, name: str) -> Path:
+        return self.path / "parts" / name
 
-    def reference(self, agent: str) -> Path:
-        return self.path / "reference" / agent
+    def store_url(self, config: Config) -> str | Path:
+        """Where the run's store is: MGRPO_STORE, which may hold a password, else what the recipe says, else a file."""
+        if config.store is not None:
+            refuse_password(config.store, "store")
+        return os.environ.get(STORE_VARIABLE) or config.store or self.store_file
+
+    def weight_store(self, config: Config) -> WeightStore:
+        return WeightStore(config.weights or self.path, cache=self.path / "cache")
 
     def begin(self, config: Config, resume: bool) -> Hold:
-        """Make the folder, or go on with it.
+        """Make the folder, or go on with it, for this process alone.
 
         Raises RunFolderError where it is used and ``resume`` is False, not there and ``resume`` is True, held by
         another process, or not writable.
         """
+        return self._hold(config, resume, alone=True)
+
+    def join(self, config: Config, resume: bool | None = None) -> Hold:
+        """Make the folder, or go on with it, together with other processes that join it.
+
+        ``resume`` None is whichever it needs. Raises RunFolderError as `begin`, where a process holds it alone, and
+        where its recipe or the store's is another one.
+        """
+        return self._hold(config, self.config_file.exists() if resume is None else resume, alone=False)
+
+    def _hold(self, config: Config, resume: bool, alone: bool) -> Hold:
         with _explained(self.path):
             config = self._checked(config, resume)
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = self._lock()
+            lock = self._lock(alone)
             try:
-                return Hold(config, self._write(config), lock)
+                with self._beginning():
+                    return Hold(config, self._write(config), self.weight_store(config), lock)
             except BaseException:
                 lock.close()
                 raise
@@ -89,11 +118,11 @@ class RunFolder:
             raise RunFolderError(f"{self.path} is not empty and holds no run; name another folder")
         return settled(config, threads)
 
-    def _lock(self) -> IO[str]:
+    def _lock(self, alone: bool) -> IO[str]:
         """Held until it is closed, at the latest by the system when the process ends."""
         file = (self.path / ".lock").open("a")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
             raise RunFolderError(
@@ -101,18 +130,36 @@ class RunFolder:
             ) from error
         return file
 
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """The parts of a run on one machine make what is not there one after the other."""
+        descriptor, deadline = os.open(self.path, os.O_RDONLY), time.monotonic() + _BEGINNING_S
+        try:
+            while not _locked(descriptor):
+                if time.monotonic() > deadline:
+                    raise StoreTimeout(f"waited {_BEGINNING_S:g} s for another process to begin the run in {self.path}")
+                time.sleep(0.02)
+            yield
+        finally:
+            os.close(descriptor)
+
     def _write(self, config: Config) -> Store:
         temporary = self.path / ".config.toml.tmp"  # a run is there from the moment its whole config.toml is
         temporary.write_text(dump(config), encoding="utf-8")
         temporary.replace(self.config_file)
-        if any(self.path.glob("weights/*/v*")):  # it had begun, so a store that is gone or empty has lost its groups
-            return open_store(self.store_file)
-        return open_store(self.store_file, RunInfo(config.seed, config.model_dump(mode="json")))
+        url, began = self.store_url(config), any(self.path.glob("weights/*/v*"))
+        if url == self.store_file and began:  # a store that is gone or empty has lost its groups
+            return open_store(url)
+        store = open_store(url, RunInfo(config.seed, config.model_dump(mode="json")))
+        if found := _difference(_portable(store.run.config), _portable(config.model_dump(mode="json")), ""):
+            store.close()
+            raise RunFolderError(f"{self.path}: the recipe differs from that of the store's run: {found.lstrip('.')}")
+        return store
 
     def _check_same(self, run: Config, config: Config) -> None:
         before, now = run.model_dump(mode="json"), config.model_dump(mode="json")
         for key in now:
-            if key != "trackers" and (found := _difference(before[key], now[key], key)):
+            if key not in _LOCAL and (found := _difference(before[key], now[key], key)):
                 raise RunFolderError(
                     f"{self.config_file}: the recipe differs from the run's: {found};"
                     f" resume with the run's own: mgrpo train {self.path} --resume"
@@ -121,7 +168,8 @@ class RunFolder:
     def published(self, store: Store, agent: str, version: int | None = None) -> WeightVersion:
         """The newest weights of a trained agent, or those of ``version``. Raises DataError where they are not there."""
         every = {p.weights.version: p.weights for p in store.publications(agent)}
-        kept = [number for number, weights in every.items() if (self.path / weights.handle).is_dir()]
+        place = self.weight_store(load(self.config_file))
+        kept = [number for number, weights in every.items() if place.exists(weights.handle)]
         chosen = max(every, default=None) if version is None else version
         if chosen is None or (chosen not in kept and version is not None):
             raise DataError(
@@ -134,15 +182,18 @@ class RunFolder:
         with _explained(self.path):
             if not self.config_file.is_file():
                 raise RunFolderError(f"{self.path}: no run there (no config.toml)")
-        return load(self.config_file), open_store(self.store_file)
+        config = load(self.config_file)
+        return config, open_store(self.store_url(config))
 
     def models(self, config: Config) -> dict[str, Path]:
         """The folder of the model each agent starts from; tiny ones are written on the first call."""
-        own = {
-            name: self._model(config, index, name)
-            for index, name in enumerate(config.agents)
-            if config.owner(name) == name
-        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._beginning():
+            own = {
+                name: self._model(config, index, name)
+                for index, name in enumerate(config.agents)
+                if config.owner(name) == name
+            }
         return {name: own[config.owner(name)] for name in config.agents}
 
     def _model(self, config: Config, index: int, name: str) -> Path:
@@ -165,6 +216,14 @@ class RunFolder:
         return folder
 
 
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     try:
@@ -172,6 +231,19 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunFolderError(f"{path}: cannot be a run folder ({reason}); name another one") from error
+
+
+def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe says on every machine: without what is local, and of absolute paths the last part."""
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: bare(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [bare(item) for item in value]
+        return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+    return {key: bare(value) for key, value in config.items() if key not in _LOCAL | {"threads"}}
 
 
 def _difference(before: Any, now: Any, key: str) -> str:

@@ -17,15 +17,16 @@ from mgrpo.agents.formats import FORMATS
 from mgrpo.agents.loop import Agent, Limits
 from mgrpo.agents.rollout import Team as ActingTeam
 from mgrpo.agents.rollout import run_groups
-from mgrpo.agents.scheduler import Lockstep
+from mgrpo.agents.scheduler import Eager, Lockstep, Scheduler
 from mgrpo.config import AgentConfig, Config, TinyModel
 from mgrpo.config.registry import Factory, load_object, settings
 from mgrpo.config.vocabulary import pieces
 from mgrpo.engines.base import Engine, Sampling
 from mgrpo.engines.scripted import Scripted
-from mgrpo.errors import ConfigError, DataError
+from mgrpo.errors import ConfigError, DataError, EngineLost, EngineTimeout
 from mgrpo.run import RunFolder, check_model_folder
 from mgrpo.store.base import WeightVersion
+from mgrpo.store.weights import WeightStore
 from mgrpo.tasks.base import TaskSource
 from mgrpo.tasks.expert import Expert, Gold
 from mgrpo.tools.base import Tool
@@ -35,24 +36,30 @@ T = TypeVar("T")
 
 
 class Team:
-    """One chat and one engine for every agent of a recipe. Sets torch's number of threads, which sums depend on."""
+    """One chat and one engine for every agent of a recipe.
 
-    def __init__(self, config: Config, models: Mapping[str, Path]) -> None:
-        import torch
+    ``engines`` and ``tools`` are those of other processes, by owner of the weights and by name; without them they are
+    made here, and torch's number of threads is set, which sums depend on.
+    """
 
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    def __init__(
+        self,
+        config: Config,
+        models: Mapping[str, Path],
+        engines: Mapping[str, Engine] | None = None,
+        tools: Mapping[str, Tool] | None = None,
+    ) -> None:
         self.config = config
         self.chats = {name: chat_of(models[name], agent.format) for name, agent in config.agents.items()}
-        own: dict[str, Engine] = {
-            name: settings("engine", agent.engine, f"agents.{name}.engine").build(
-                folder=models[name], encode=self.chats[name].encode_reply
-            )
-            for name, agent in config.agents.items()
+        self._remote = engines is not None
+        own = engines or {
+            name: engine_of(config, name, models[name], self.chats[name])
+            for name in config.agents
             if config.owner(name) == name
         }
         self.engines = {name: own[config.owner(name)] for name in config.agents}
         self._experts: dict[int, tuple[Expert, TaskSource]] = {}
-        self._tools = tools_of(config)
+        self._tools = tools_of(config) if tools is None else tools
         self._roots: dict[tuple[int, float | None, int], tuple[Agent, Any]] = {}
         self._loaded: dict[str, int] = dict.fromkeys(config.agents, -1)
         self._questions: dict[str, TaskSource] = {}
@@ -63,25 +70,41 @@ class Team:
 
         Raises RunFolderError, DataError for a version that is not kept, CheckpointError for a damaged one.
         """
-        from mgrpo.policy.checkpoint import verify
-
         folder = RunFolder(Path(run))
         config, store = folder.open()
         try:
             team = cls(config, folder.models(config))
             for name in config.learners:
                 weights = folder.published(store, name, version)
-                verify(folder.path / weights.handle, weights.checksum)
-                complete(team.serve(name, weights, folder.path))
+                complete(team.serve(name, weights, folder.weight_store(config)))
         finally:
             store.close()
         return team
 
-    async def serve(self, agent: str, weights: WeightVersion, folder: Path) -> None:
-        """Load published weights into the agent's engine, unless it serves them already."""
-        if self._loaded[agent] != weights.version:
-            await self.engines[agent].load(weights.version, str(folder / weights.handle))
-            self._loaded[agent] = weights.version
+    async def serve(self, owner: str, weights: WeightVersion | None, place: WeightStore, oldest: int = 0) -> None:
+        """Load published weights into their engine, unless it serves them already; None: those it began with.
+
+        Engines of other processes load by themselves: until one of them serves version ``oldest`` or a newer one, they
+        are waited for. Raises CheckpointError for damaged weights, EngineTimeout where none came.
+        """
+        if self._remote:
+            await self._wait_for(owner, oldest)
+        elif weights is not None and self._loaded[owner] != weights.version:
+            folder = place.get(weights.handle, weights.checksum)
+            await self.engines[owner].load(weights.version, str(folder))
+            self._loaded[owner] = weights.version
+
+    async def wait_for_frozen(self) -> None:
+        """Until the engines of weights that never move are there, where they are those of other processes."""
+        for owner in self.config.agents if self._remote else ():
+            if self.config.owner(owner) == owner and owner not in self.config.learners:
+                await self._wait_for(owner, 0)
+
+    async def _wait_for(self, owner: str, version: int) -> None:
+        try:
+            await self.engines[owner].load(version, "")
+        except EngineLost as error:
+            raise EngineTimeout(str(error)) from error
 
     def __enter__(self) -> Team:
         return self
@@ -159,8 +182,9 @@ class Team:
             self._experts[key] = (plan.build(source=source), source)  # the source too: its id must stay taken
         return self._experts[key][0]
 
-    def scheduler(self) -> Lockstep:
-        return Lockstep(self.config.rollout.request_timeout_s)
+    def scheduler(self) -> Scheduler:
+        kind = Lockstep if self.config.scheduler == "lockstep" else Eager
+        return kind(self.config.rollout.request_timeout_s)
 
     def _agent(self, name: str, seed: int, temperature: float | None, teacher: Any) -> Agent:
         config = self.config.agents[name]
@@ -209,6 +233,16 @@ def complete(coroutine: Coroutine[Any, Any, T]) -> T:
                 if task is not None:
                     loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+def engine_of(config: Config, owner: str, folder: Path, chat: Chat) -> Engine:
+    """The engine of the weights of ``owner``, in this process. Sets torch's number of threads."""
+    import torch
+
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    plan = settings("engine", config.agents[owner].engine, f"agents.{owner}.engine")
+    engine: Engine = plan.build(folder=folder, encode=chat.encode_reply)
+    return engine
 
 
 def examples(task: Task, source: TaskSource, count: int = 3) -> str:

@@ -68,3 +68,9 @@ def contents(folder: Path) -> dict[str, str]:
         for path in files
         if path.suffix not in (".db-wal", ".db-shm")
     }
+
+
+def version_folder(run: Path, agent: str, version: int | None = None) -> Path:
+    """The folder of an agent's weights in a run, of the newest version or of ``version``."""
+    folders = {int(path.name[1:].split("-")[0]): path for path in (run / "weights" / agent).glob("v*")}
+    return folders[max(folders) if version is None else version]

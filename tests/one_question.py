@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,19 +151,23 @@ class NotingPolicy(Policy):
 
 @dataclass
 class Desk:
-    """What a step asks its session for, without a run folder."""
+    """What a step asks its learner for, without a run folder."""
 
     config: Config
-    policies: Mapping[str, Policy] = field(default_factory=dict)
+    owner: str
+    policy: Policy
+
+    def fresh(self, window: Window, shares: Sequence[Share]) -> tuple[Sequence[Share], dict[str, float]]:
+        return shares, {}
 
     def comparison(self, agent: str, window: Window) -> Any:
         return comparison_of(self.config.learner_for(agent, window.stage))
 
-    def step_plan(self, owner: str, window: Window) -> Any:
-        return step_plan(self.config, owner, window.stage, pad_id=0)
+    def step_plan(self, window: Window) -> Any:
+        return step_plan(self.config, self.owner, window.stage, pad_id=0)
 
-    def reference(self, owner: str, window: Window) -> Any:
-        return Bigram(torch.zeros(4, 4)) if needs_reference(self.config, owner, window.stage) else None
+    def reference(self, window: Window) -> Any:
+        return Bigram(torch.zeros(4, 4)) if needs_reference(self.config, self.owner, window.stage) else None
 
 
 def stage_of(config: Config) -> StageConfig:
@@ -183,8 +187,8 @@ def tokens_of(config: Config, *questions: Sequence[Attempt]) -> dict[TrajectoryI
             for agent in config.sharing(owner)
             if agent in trained
         }
-        desk: Any = Desk(config)
-        update(desk, NotingPolicy(seen), owner, window, taken, 0, 0)
+        desk: Any = Desk(config, owner, NotingPolicy(seen))
+        update(desk, window, taken, 0, 0)
     tokens: dict[TrajectoryId, list[Token]] = {}
     for batch in seen:
         for row, *numbers in zip(*(v.tolist() for v in (batch.row, batch.advantages, batch.coefficients)), strict=True):

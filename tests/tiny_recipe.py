@@ -68,16 +68,16 @@ def token_reward(rollout: Rollout, *_: Any) -> dict[TrajectoryId, Reward]:
 
 def train_briefly(config: Config, folder: Path, resume: bool = False) -> list[dict[str, Any]]:
     """Train without what takes longer than tiny steps: evaluations and curves. Returns the records of metrics.jsonl."""
+    from mgrpo.collecting import Collector
     from mgrpo.report.metrics_log import read_metrics
     from mgrpo.report.reporter import Reporter
-    from mgrpo.session import Session
     from mgrpo.train import train
 
     async def nothing(*_: Any) -> None:
         return None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "_evaluate_fully", nothing)
+        patch.setattr(Collector, "evaluate_fully", nothing)
         patch.setattr(Reporter, "finish", lambda *_: {})
         train(config, folder, resume=resume, reporter=Reporter(folder, config, quiet=True))
     return list(read_metrics(folder))

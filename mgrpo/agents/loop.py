@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from mgrpo.agents.chat import Chat, Side
-from mgrpo.agents.scheduler import Lockstep
+from mgrpo.agents.scheduler import Scheduler
 from mgrpo.engines.base import Completion, Engine, Request, Sampling
 from mgrpo.errors import EngineError, InfrastructureError, SamplingEvidenceError, ToolError, ToolTimeout
 from mgrpo.tools.base import CallContext, Tool
@@ -94,7 +94,7 @@ class Episode:
     task: Task
     group: int
     index: int
-    scheduler: Lockstep
+    scheduler: Scheduler
     corpus: Corpus | None = None
     seed: int = 0
     max_depth: int = 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
 from mgrpo.agents.loop import Agent, Episode, run, together
-from mgrpo.agents.scheduler import Lockstep
+from mgrpo.agents.scheduler import Scheduler
 from mgrpo.errors import InfrastructureError
 from mgrpo.types import Corpus, Failure, Group, Rollout, Task
 
@@ -22,7 +22,7 @@ class Team:
     """The root agent, which reaches the others through its tools, and what one rollout may use.
 
     ``max_depth`` counts levels below the root (0: no delegation), ``max_calls`` sub-agent calls in the whole tree;
-    ``max_retries`` is how often a group runs again in which trajectories were cut off, see `cut_off`.
+    ``max_retries`` is how often rollouts run again in which trajectories were cut off, see `cut_off`.
     """
 
     root: Agent
@@ -45,71 +45,71 @@ async def run_groups(
     team: Team,
     k: int,
     corpus_of: Callable[[Task], Corpus | None],
-    scheduler: Lockstep,
+    scheduler: Scheduler,
     seed: int = 0,
     watcher: Watcher | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Group]:
     """K rollouts of each (group id, task), all at once; groups in the order of ``tasks``.
 
-    Groups with trajectories that were cut off run again, whole, at most ``team.max_retries`` times. Failures that are
-    left are values in the result; other exceptions end every rollout and are raised.
+    Rollouts with trajectories that were cut off run again, at most ``team.max_retries`` times; where batches are to
+    repeat, their whole groups do. Failures that are left are values in the result; other exceptions end every rollout
+    and are raised.
     """
     watcher = watcher or Watcher()
-    run_once = partial(_run_once, team=team, k=k, corpus_of=corpus_of, scheduler=scheduler, seed=seed, clock=clock)
-    found = {group.id: group for group in await run_once(tasks, on_rollout=watcher.on_rollout)}
+    run_once = partial(_run_once, team=team, corpus_of=corpus_of, scheduler=scheduler, seed=seed, clock=clock)
+    found = {group.id: group for group in await run_once([(id, task, range(k)) for id, task in tasks], watcher)}
     for attempt in range(team.max_retries):
-        failed = {group.id: cut[0] for group in found.values() if (cut := cut_off(group))}
+        failed = {group.id: cut for group in found.values() if (cut := cut_off(group))}
         if not failed:
             break
-        watcher.on_retry(len(failed), next(iter(failed.values())))
+        watcher.on_retry(len(failed), next(iter(next(iter(failed.values())).values())))
         await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
-        again = [(id, task) for id, task in tasks if id in failed]
-        found |= {group.id: group for group in await run_once(again, on_rollout=watcher.on_rollout)}
+        again = [(id, task, range(k) if scheduler.whole else list(failed[id])) for id, task in tasks if id in failed]
+        for group in await run_once(again, watcher):
+            kept = [r for r in found[group.id].rollouts if r.index not in {new.index for new in group.rollouts}]
+            rollouts = sorted([*kept, *group.rollouts], key=lambda rollout: rollout.index)
+            found[group.id] = replace(group, rollouts=tuple(rollouts))
     return list(found.values())
 
 
-def cut_off(group: Group) -> list[Failure]:
-    """Why trajectories of ``group`` were cut off: by an engine or by their rollout's deadline, not by a broken tool,
-    of which the agent reads and goes on."""
-    cut = [r.failure or t.failure for r in group.rollouts for t in r.trajectories if t.ending == "failure"]
-    return [failure for failure in cut if failure is not None]
+def cut_off(group: Group) -> dict[int, Failure]:
+    """Rollout index -> why a trajectory of it was cut off: by an engine or by the rollout's deadline, not by a broken
+    tool, of which the agent reads and goes on."""
+    cut = [(r.index, r.failure or t.failure) for r in group.rollouts for t in r.trajectories if t.ending == "failure"]
+    return {index: failure for index, failure in reversed(cut) if failure is not None}
 
 
 async def _run_once(
-    tasks: Sequence[tuple[int, Task]],
+    asked: Sequence[tuple[int, Task, Sequence[int]]],
+    watcher: Watcher,
     team: Team,
-    k: int,
     corpus_of: Callable[[Task], Corpus | None],
-    scheduler: Lockstep,
+    scheduler: Scheduler,
     seed: int,
     clock: Callable[[], float],
-    on_rollout: Callable[[int, int], None],
 ) -> list[Group]:
     episodes = [
-        Episode(task, group, index, scheduler, corpus, seed, team.max_depth, team.max_calls, clock)
-        for group, task in tasks
+        [Episode(task, group, i, scheduler, corpus, seed, team.max_depth, team.max_calls, clock) for i in indices]
+        for group, task, indices in asked
         for corpus in (corpus_of(task),)
-        for index in range(k)
     ]
-    for episode in episodes:  # all of them before the first asks for a turn
+    every = [episode for group in episodes for episode in group]
+    for episode in every:  # all of them before the first asks for a turn
         scheduler.join(episode.member)
     done = count(1)
 
     async def reported(episode: Episode) -> Rollout:
         rollout = await _rollout(episode, team)
-        on_rollout(next(done), len(episodes))
+        watcher.on_rollout(next(done), len(every))
         return rollout
 
     try:
-        rollouts = await together([reported(episode) for episode in episodes])
+        rollouts = iter(await together([reported(episode) for episode in every]))
     finally:
-        for episode in episodes:  # one whose task never started has not left by itself
+        for episode in every:  # one whose task never started has not left by itself
             scheduler.leave(episode.member)
-    return [
-        Group(group, task, tuple(rollouts[first : first + k]))
-        for first, (group, task) in zip(range(0, len(rollouts), max(k, 1)), tasks, strict=True)
-    ]
+    return [Group(id, task, tuple(next(rollouts) for _ in indices)) for id, task, indices in asked]
 
 
 async def _rollout(episode: Episode, team: Team) -> Rollout:

@@ -1,6 +1,7 @@
 """When engine calls are sent, and which of them together.
 
-`Lockstep` counts what could still ask for a turn::
+`Eager` sends what there is as soon as an engine has a place for another call. `Lockstep` counts what could still ask
+for a turn::
 
     active   one per rollout; a turn with n calls holds n of them until its calls are over
     parked   requests that wait
@@ -13,12 +14,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from mgrpo.engines.base import Completion, Engine, Request
 from mgrpo.errors import EngineError, EngineTimeout
 
 Member = tuple[int, int]  # (group, rollout)
+
+
+class Scheduler(Protocol):
+    """Who asks joins before it asks; see `Lockstep`."""
+
+    whole: bool  # batches repeat, so a group in which a rollout was cut off must run again whole
+
+    async def generate(self, engine: Engine, request: Request) -> Completion: ...
+
+    def join(self, member: Member, count: int = 1) -> None: ...
+
+    def leave(self, member: Member, count: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,23 +87,24 @@ class Lockstep:
     ``join`` and ``leave`` say how many strands of a rollout are active; ``leave`` without a count ends it.
     """
 
+    whole = True
+
     def __init__(self, request_timeout_s: float = 600.0) -> None:
         self._seconds = request_timeout_s
         self._strands: dict[Member, int] = {}
         self._active = 0
-        self._parked: list[_Parked] = []
+        self._parked: dict[_Parked, None] = {}  # in order of arrival
         self._round: asyncio.Task[None] | None = None
 
     async def generate(self, engine: Engine, request: Request) -> Completion:
         """Raises EngineError, or EngineTimeout when the engine does not answer in time."""
         parked = _Parked(engine, request, asyncio.get_running_loop().create_future())
-        self._parked.append(parked)
+        self._parked[parked] = None
         self._send_when_complete()
         try:
             return await parked.result
         finally:
-            if parked in self._parked:  # cancelled before it was sent
-                self._parked.remove(parked)
+            self._parked.pop(parked, None)  # cancelled before it was sent
 
     def join(self, member: Member, count: int = 1) -> None:
         self._strands[member] = self._strands.get(member, 0) + count
@@ -116,7 +131,7 @@ class Lockstep:
 
     async def _serve(self) -> None:
         parked = sorted(self._parked, key=lambda p: (p.request.id.agent, p.request.id))
-        self._parked = []
+        self._parked = {}
         batches: dict[int, list[_Parked]] = {}
         for waiting in parked:  # engines in order of their first agent's name
             batches.setdefault(id(waiting.engine), []).append(waiting)
@@ -125,3 +140,57 @@ class Lockstep:
         results = await asyncio.gather(*(_outcomes(batch, self._seconds) for batch in batches.values()))
         for batch, outcomes in zip(batches.values(), results, strict=True):  # in order, whichever was ready first
             _hand_back(batch, outcomes)
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    waiting: dict[_Parked, None] = field(default_factory=dict)  # in order of arrival
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Eager:
+    """Nobody waits for anybody: what has gathered while an engine was busy is its next batch.
+
+    Which requests meet in a batch depends on timing, so runs repeat only as far as an engine's results do not depend on
+    their batch.
+    """
+
+    whole = False
+
+    def __init__(self, request_timeout_s: float = 600.0) -> None:
+        self._seconds = request_timeout_s
+        self._queues: dict[int, _Queue] = {}
+
+    async def generate(self, engine: Engine, request: Request) -> Completion:
+        """Raises EngineError, or EngineTimeout when the engine does not answer in time."""
+        loop = asyncio.get_running_loop()
+        parked = _Parked(engine, request, loop.create_future())
+        queue = self._queues.setdefault(id(engine), _Queue())
+        queue.waiting[parked] = None
+        loop.call_soon(self._send, queue)  # after whoever else asks in this turn of the event loop
+        try:
+            return await parked.result
+        finally:
+            queue.waiting.pop(parked, None)  # cancelled before it was sent
+
+    def join(self, member: Member, count: int = 1) -> None:
+        """Nothing depends on who is there."""
+
+    def leave(self, member: Member, count: int | None = None) -> None:
+        """As of `join`."""
+
+    def _send(self, queue: _Queue) -> None:
+        while queue.waiting:
+            engine = next(iter(queue.waiting)).engine
+            if len(queue.calls) >= engine.max_calls:
+                return
+            batch = list(queue.waiting)[: engine.max_batch]
+            for parked in batch:
+                del queue.waiting[parked]
+            call = asyncio.get_running_loop().create_task(self._call(batch))
+            queue.calls.add(call)
+            call.add_done_callback(queue.calls.discard)
+            call.add_done_callback(lambda _: self._send(queue))
+
+    async def _call(self, batch: list[_Parked]) -> None:
+        _hand_back(batch, await _outcomes(batch, self._seconds))

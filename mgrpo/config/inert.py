@@ -41,6 +41,7 @@ _READERS = ("search", "visit")  # built-in tools that read a task's corpus
 def check_effect(config: Config) -> None:
     """Raises ConfigError naming the key. What each table holds has been checked before."""
     _check_used(config)
+    _check_parts(config)
     for index, stage in enumerate(config.stages):
         where = f"stages.{index}"
         _check_stage(config, stage, where)
@@ -87,6 +88,23 @@ def _check_used(config: Config) -> None:
         if agent.align == "none" and agent.trajectories_per_rollout is not None:
             raise ConfigError(
                 f"agents.{name}.trajectories_per_rollout: has no effect with align = 'none'; remove one of the two"
+            )
+
+
+def _check_parts(config: Config) -> None:
+    """How the two loops run beside each other."""
+    rl = any(stage.collect == "team" for stage in config.stages)
+    if config.max_staleness and not rl:
+        raise ConfigError("max_staleness: has no effect where every stage learns from the teacher; remove it")
+    if config.stale_policy != "drop" and not config.max_staleness:
+        raise ConfigError("stale_policy: has no effect with max_staleness = 0, where nothing is stale; remove it")
+    size = config.rollout.groups_per_lease
+    for index, stage in enumerate(config.stages if size else ()):
+        window = stage.groups_per_step * stage.weight_sync_steps
+        if size and window % size:
+            raise ConfigError(
+                f"rollout.groups_per_lease: {size} does not divide the {window} groups of a step of stages.{index};"
+                " choose a divisor"
             )
 
 

@@ -167,7 +167,14 @@ class RolloutConfig(Strict):
     rollout_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(120.0, gt=0, description="of one batch of engine requests")
     grade_timeout_s: float = Field(120.0, gt=0, description="of one grade; without one the reward is unknown")
-    max_retries: int = Field(2, ge=0, description="how often a group runs again in which rollouts were cut off")
+    max_retries: int = Field(2, ge=0, description="how often rollouts that were cut off run again")
+    min_rollouts: int = Field(2, gt=0, description="of K that must be there in the end, or the group teaches nothing")
+    scheduler: Literal["lockstep", "eager"] | None = Field(
+        None, description="lockstep: batches are a function of ids; eager: as they come. Default: by max_staleness"
+    )
+    groups_per_lease: int | None = Field(
+        None, gt=0, description="groups that a collector takes at once and runs together; default: those of a step"
+    )
     unknown_reward: Literal["renormalise", "exclude"] = "renormalise"
 
 
@@ -221,6 +228,16 @@ class EvaluationConfig(Strict):
     examples: int = Field(3, ge=0)
 
 
+class LaunchConfig(Strict):
+    """What `mgrpo launch` starts on this machine beside a learner for each set of weights that moves."""
+
+    collectors: int = Field(1, gt=0)
+    engines: int = Field(1, gt=0, description="servers of each set of weights")
+    tool_server: bool = Field(True, description="tools run in a process of their own, for all collectors")
+    max_restarts: int = Field(5, ge=0, description="of one part within restart_window_s; then everything stops")
+    restart_window_s: float = Field(300.0, gt=0)
+
+
 class Config(Strict):
     """The root. `mgrpo plan RECIPE` prints what it means."""
 
@@ -241,8 +258,26 @@ class Config(Strict):
     stages: tuple[StageConfig, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
     trackers: tuple[dict[str, Any], ...] = ()
+    store: str | None = Field(
+        None,
+        description="postgresql+psycopg://user@host/database, without a password; default: a file in the run folder",
+    )
+    weights: str | None = Field(None, description="where weights are kept: any fsspec URL; default: the run folder")
+    max_staleness: int = Field(
+        0, ge=0, description="versions that a group's oldest token may lie behind; 0: synchronous, bit for bit"
+    )
+    stale_policy: Literal["drop", "wait"] = Field(
+        "drop", description="groups that are older are left out of the loss, or engines are waited for"
+    )
     store_timeout_s: float = Field(3600.0, gt=0, description="longest wait of one loop for the other")
+    outage_timeout_s: float = Field(600.0, gt=0, description="longest wait for a store or an engine that is gone")
+    lease_s: float = Field(30.0, gt=0, description="a process unheard of for so long loses its work to another")
     keep_versions: int = Field(3, ge=2)
+    launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def scheduler(self) -> str:
+        return self.rollout.scheduler or ("eager" if self.max_staleness else "lockstep")
 
     @property
     def default_folder(self) -> Path:

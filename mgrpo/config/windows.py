@@ -22,6 +22,11 @@ class Window:
     stage_step: int  # of the first step, counted in its stage
 
     @property
+    def stage_group(self) -> int:
+        """The first group of the stage."""
+        return self.first_group - self.stage_step * self.stage.groups_per_step
+
+    @property
     def end_group(self) -> int:
         return self.first_group + self.stage.weight_sync_steps * self.stage.groups_per_step
 
@@ -52,6 +57,13 @@ def windows(config: Config, from_group: int = 0) -> Iterator[Window]:
             if group >= from_group:
                 yield window
             group, step = window.end_group, step + stage.weight_sync_steps
+
+
+def cohorts(window: Window, size: int | None) -> Iterator[range]:
+    """The groups of a window that are collected together, ``size`` at a time; None: all of them."""
+    size = size or len(window.groups)
+    for first in range(window.first_group, window.end_group, size):
+        yield range(first, min(first + size, window.end_group))
 
 
 def stage_start(config: Config, group: int) -> int:

@@ -63,9 +63,17 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Four methods and a number. A new engine is done when tests/contract/test_engines.py passes on it."""
+    """Four methods and two numbers. A new engine is done when tests/contract/test_engines.py passes on it."""
 
-    max_batch: int  # most requests that one call of `generate` is given
+    @property
+    def max_batch(self) -> int:
+        """Most requests that one call of `generate` is given."""
+        ...
+
+    @property
+    def max_calls(self) -> int:
+        """Calls of `generate` at the same time from which it gains."""
+        ...
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order. Raises EngineError or EngineTimeout for the whole batch.

@@ -23,6 +23,7 @@ class Local:
 
     def __init__(self, decoder: Decoder, max_batch: int = 256, version: int = 0) -> None:
         self.max_batch = max_batch
+        self.max_calls = 1
         self._decoder = decoder
         self._version = version
         self._one_at_a_time = threading.Lock()  # a call that ran out of time goes on in its thread, to its next token

@@ -17,7 +17,10 @@ WEIGHTS = "model.safetensors"
 
 
 def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """The model in ``folder`` (a plain `save_pretrained` folder). Raises DataError that names the folder."""
+    """The model in ``folder`` (a plain `save_pretrained` folder). Raises DataError that names the folder.
+
+    Pickled weights and code that lies in the folder are refused: nothing there runs.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -26,8 +29,12 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: s
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise DataError(f"model folder {folder}: no config.json there; give a folder written by save_pretrained")
+    if not any(folder.glob("*.safetensors")):
+        raise DataError(f"model folder {folder}: no *.safetensors there; write it again with save_pretrained")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"model folder {folder}: {str(error).splitlines()[0]}") from error
     return model.to(device).eval()

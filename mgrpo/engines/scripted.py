@@ -30,7 +30,7 @@ class Scripted:
         self._script = script
         self._encode = encode
         self._version = version
-        self.max_batch = sys.maxsize
+        self.max_batch = self.max_calls = sys.maxsize
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         await asyncio.sleep(0)  # a turn of the event loop, as for any engine

@@ -1,103 +1,109 @@
-"""Weights and optimiser state on disk: written under a temporary name, synced, then renamed; checked when read."""
+"""A policy in a folder of plain files: weights as `save_pretrained` writes them, optimiser state beside them.
+
+::
+
+    config.json, *.safetensors     the model
+    learner.safetensors            every tensor of the optimisers, named by its place in their state
+    learner.json                   {"stage": the stage whose optimiser it is, "state": the rest, see `plain`}
+
+No pickle: nothing in a checkpoint can run. `mgrpo.store.weights` puts such a folder where others find it:
+``weights.write(handle, partial(checkpoint.save, policy, stage=stage))``.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
-import shutil
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from mgrpo.engines.model import WEIGHTS, load_weights
+from mgrpo.engines.model import load_weights
 from mgrpo.errors import CheckpointError
 from mgrpo.policy.update import Policy
 
-STATE = "learner.pt"
-MANIFEST = "manifest.json"
+TENSORS = "learner.safetensors"
+STATE = "learner.json"
 
 
-def save(policy: Policy, folder: Path, stage: str) -> str:
-    """Write a checkpoint folder and return its checksum (sha256 of the weights). An existing one is replaced.
+def save(policy: Policy, folder: Path, stage: str) -> None:
+    """Write ``policy`` into the empty ``folder``. ``stage`` names the stage whose optimiser state this is.
 
-    ``stage`` names the stage whose optimiser state this is.
+    Raises OSError where the disk is full or does not take it.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    policy.model.save_pretrained(temporary, max_shard_size="1000GB")  # one file, one checksum
-    torch.save({"stage": stage, **policy.state()}, temporary / STATE)
-    sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
-    (temporary / MANIFEST).write_text(json.dumps(sums, indent=1))
-    for path in temporary.iterdir():
-        _sync(path)
-    _sync(temporary)
-    if folder.exists():  # left by a run that was killed before it published this version
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    _sync(folder.parent)
-    return sums[WEIGHTS]
-
-
-def verify(folder: Path, checksum: str | None = None) -> None:
-    """Raise CheckpointError naming the file that is missing or differs from what was written."""
+    tensors: dict[str, Tensor] = {}
+    state = {"stage": stage, "state": plain(policy.state(), "", tensors)}
     try:
-        sums = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / MANIFEST}: not readable: {error}") from error
-    for name, expected in sums.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; restore it or start a new run folder")
-        if _sha256(path) != expected:
-            raise CheckpointError(f"{path}: damaged (its sha256 is not the one in {MANIFEST}); restore it")
-    if checksum is not None and sums.get(WEIGHTS) != checksum:
-        raise CheckpointError(f"{folder / WEIGHTS}: not the weights that the store published; restore them")
+        policy.model.save_pretrained(folder, max_shard_size="1000GB")
+        save_file(tensors, folder / TENSORS)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
+    (folder / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
 
 
-def load(policy: Policy, folder: Path, checksum: str, stage: str) -> None:
-    """Weights of a checkpoint into ``policy``, and the optimiser state too if it belongs to ``stage``.
+def load(policy: Policy, folder: Path, stage: str) -> None:
+    """Weights of a verified checkpoint into ``policy``, and the optimiser state too if it belongs to ``stage``.
 
     Call ``policy.begin`` with the schedule of ``stage`` first; a checkpoint of an earlier stage leaves it fresh.
+    Raises CheckpointError naming what does not fit.
     """
-    verify(folder, checksum)
     load_weights(policy.model, folder)
-    state: dict[str, Any] = torch.load(folder / STATE, weights_only=True)
-    if state["stage"] == stage:
-        policy.restore(state)
-
-
-def keep(folder: Path, place: Path) -> None:
-    """Copy a version folder to ``place``, where pruning does not reach it; nothing where one is there already."""
-    if place.exists():
-        return
-    temporary = place.with_name(f".{place.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(folder, temporary)
-    (temporary / STATE).unlink()  # a reference never learns
-    for path in temporary.iterdir():
-        _sync(path)
-    temporary.rename(place)
-    _sync(place.parent)
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` version folders (named v<number>)."""
-    versions = sorted(folder.glob("v*"), key=lambda path: int(path.name[1:]))
-    for path in versions[:-keep]:
-        shutil.rmtree(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if saved["stage"] == stage:
+            policy.restore(whole(saved["state"], load_file(folder / TENSORS)))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / STATE}: no optimiser state: {error!r}; restore the folder") from error
+
+
+# ---------------------------------------------------------------- optimiser state as JSON and tensors
+
+
+def plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` for JSON: ``None``, ``true``, 1, 0.1, "text" and lists are themselves, the rest says what it is.
+
+    ``{"tensor": place}`` (put into ``tensors``), ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}`` (keys may be
+    numbers) and ``{"float": "inf"}``. ``place`` is where ``value`` stands. Raises TypeError for anything else.
+    """
+    if isinstance(value, Tensor):
+        tensors[place] = value.detach().contiguous()
+        return {"tensor": place}
+    if isinstance(value, dict):
+        if wrong := [key for key in value if type(key) not in (str, int)]:
+            raise TypeError(f"optimiser state {place}: {wrong[0]!r} is no name or number")
+        return {"dict": [[key, plain(item, f"{place}/{key}", tensors)] for key, item in value.items()]}
+    if type(value) in (list, tuple):
+        items = [plain(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if type(value) is float and not math.isfinite(value):
+        return {"float": repr(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"optimiser state {place}: {type(value).__name__} is no plain value")
+
+
+def whole(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of `plain`. Raises ValueError where no `plain` wrote ``value``."""
+    if isinstance(value, list):
+        return [whole(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"tensor": str(place)}:
+            return tensors[place]
+        case {"tuple": list(items)}:
+            return tuple(whole(item, tensors) for item in items)
+        case {"dict": list(pairs)}:
+            return {key: whole(item, tensors) for key, item in pairs}
+        case {"float": str(text)}:
+            return float(text)
+    raise ValueError(f"{value!r} is no value of an optimiser's state")

@@ -25,6 +25,20 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class PartLine:
+    """One process of a run that has several."""
+
+    name: str
+    state: str  # running, starts again in 2 s, complete, stopped, elsewhere
+    pid: int | None = None
+    version: int | None = None  # of the weights that it serves
+    quiet_s: float | None = None  # since it last wrote to its log or metrics
+    says: str = ""  # its last line, or what it says is not well
+    restarts: int = 0
+    died: str = ""  # why, the last time
+
+
+@dataclass(frozen=True, slots=True)
 class Board:
     """Times are in seconds on the display's clock. ``step`` counts from 0 over the run, ``done`` within the stage."""
 
@@ -45,6 +59,7 @@ class Board:
     evaluations: Mapping[str, float | None] = field(default_factory=dict)
     work: Work | None = None
     alarms: tuple[Alarm, ...] = ()
+    parts: tuple[PartLine, ...] = ()  # of a run that has several processes
 
     def staged(
         self, name: str, steps: int, first_step: int, total_steps: int, demonstrations: bool, now: float
@@ -62,7 +77,12 @@ class Board:
             agents={agent: {"from_version": metrics.get("from_version")} for agent, metrics in self.agents.items()},
             evaluations=self.evaluations,
             alarms=self.alarms,
+            parts=self.parts,
         )
+
+    def resumed(self, now: float) -> Board:
+        """All that was done so far is an earlier process's, and tells nothing about this one's pace."""
+        return replace(self, stage_started=now, done_before=self.done)
 
     def collected(self, step: int, metrics: Metrics) -> Board:
         before = self._before(step)

@@ -66,6 +66,15 @@ class Display:
             self._printed = now
             self.print(line(board, now))
 
+    def redraw(self, board: Board) -> None:
+        """The panel follows ``board``; where there is none, nothing is said."""
+        self._board = board
+
+    def note(self, text: str) -> None:
+        """A line about what the panel shows anyway."""
+        if self._live is None:
+            self.print(text)
+
     def print(self, text: str, style: str = "") -> None:
         """A line of its own, above the panel if there is one. Not read as markup."""
         if not self._quiet:
@@ -112,6 +121,8 @@ def panel(board: Board, now: float, ascii_only: bool = False) -> RenderableType:
     if board.evaluations:
         scores = "   ".join(f"{name} {fixed(score)}" for name, score in board.evaluations.items())
         rows += [Text(), Text(f"evaluated success   {scores}")]
+    if board.parts:
+        rows += [Text(), _parts(board), *_deaths(board)]
     for alarm in board.alarms:
         rows.append(Text(f"! {alarm.message}", style="bold yellow"))
     title = Text(f" {board.run} ", style="bold")
@@ -205,6 +216,27 @@ def _details(board: Board) -> list[Text]:
         if any(told):
             lines.append(Text(f"{agent}: {'  '.join(filter(None, told))}", style="dim"))
     return lines
+
+
+def _parts(board: Board) -> Table:
+    """One line per process: who it is, how it is, how long it has said nothing, and its last line."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    for name in ("part", "pid", "state", "v", "quiet"):
+        table.add_column(name, justify="left" if name in ("part", "state") else "right", no_wrap=True)
+    table.add_column("last line", ratio=1, no_wrap=True, overflow="ellipsis")
+    for part in board.parts:
+        state = Text(part.state, style=_STATE_STYLES.get(part.state, "" if part.state == "running" else "yellow"))
+        pid, version = (UNKNOWN if number is None else str(number) for number in (part.pid, part.version))
+        table.add_row(Text(part.name), pid, state, version, duration(part.quiet_s), Text(part.says, style="dim"))
+    return table
+
+
+_STATE_STYLES = {"complete": "green", "stopped": "dim", "elsewhere": "dim", "starting": "dim"}
+
+
+def _deaths(board: Board) -> list[Text]:
+    told = [(part, f"{part.restarts} restart{'s' * (part.restarts != 1)}") for part in board.parts if part.died]
+    return [Text(f"{part.name}: {times}, last died by {part.died}", style="yellow") for part, times in told]
 
 
 def parts(team: Metrics, agent: str) -> str:

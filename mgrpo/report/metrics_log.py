@@ -1,4 +1,7 @@
-"""metrics.jsonl: one JSON object a line, flushed at once, never rewritten.
+"""metrics.jsonl: one JSON object a line, written at once, never rewritten.
+
+A run of one process has one file, ``RUN/metrics.jsonl``. Where it is spread over several, each process writes
+``RUN/parts/NAME/metrics.jsonl``, so that one which is killed spoils no other's lines; who reads a run reads them all.
 
 ::
 
@@ -53,65 +56,114 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mgrpo.errors import DataError, RunFolderError
 
 FILE = "metrics.jsonl"
+PARTS = "parts"  # folder of the folders of a run's parts
 Record = dict[str, Any]
 
 
-class MetricsLog:
-    """Appends to ``folder``/metrics.jsonl; a line that a killed run left unfinished is cut off first."""
+class JsonLines:
+    """Appends objects to a file, a line each; a line that a killed process left unfinished is cut off first.
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / FILE
+    Raises RunFolderError where the file cannot be opened. What a full disk refuses is kept, and goes out before the
+    next line: a run outlives it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._pending = path, b""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise RunFolderError(f"{path}: cannot be written ({error}); choose another run folder") from error
 
-    def write(self, kind: str, step: int, stage: str, values: Mapping[str, Any]) -> None:
-        record = {"kind": kind, "step": step, "stage": stage, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
-        self._file.flush()
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+        self._pending += line.encode() + b"\n"
+        with suppress(OSError):
+            self._flush()
 
     def close(self) -> None:
-        self._file.close()
+        """Raises RunFolderError where there is no room for the last lines even now."""
+        try:
+            self._flush()
+        except OSError as error:
+            raise RunFolderError(f"{self._path}: its end could not be written ({error}); make room") from error
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
+
+
+class MetricsLog:
+    """Appends to ``folder``/metrics.jsonl."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = JsonLines(folder / FILE)
+
+    def write(self, kind: str, step: int, stage: str, values: Mapping[str, Any]) -> None:
+        self._lines.write({"kind": kind, "step": step, "stage": stage, "time": round(time.time(), 3), **values})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def metrics_files(folder: Path) -> list[Path]:
+    """Those of a run that are there: its own, then those of its parts by name."""
+    own = Path(folder) / FILE
+    return [*([own] if own.exists() else []), *sorted(Path(folder).glob(f"{PARTS}/*/{FILE}"))]
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """Every record of a run, in order of step and then of writing.
+    """Every record of a run and of its parts, in order of step and then of writing.
 
-    A step that was done again after a resume counts once: of the lines with equal (kind, step, agent or name) the last
-    stays. A last line that is still being written is left out. Raises RunFolderError where there is no file, DataError
-    naming the line that holds no record.
+    A step that was done again counts once: of the lines with equal (kind, step, agent or name) the last stays. A last
+    line that is still being written is left out. Raises RunFolderError where there is no file, DataError naming the
+    line that holds no record.
     """
-    path = Path(folder) / FILE
     try:
-        lines = path.read_bytes().split(b"\n")
+        told = [timed for path in metrics_files(folder) or [Path(folder) / FILE] for timed in _timed(path)]
     except OSError as error:
-        raise RunFolderError(f"{path}: not readable ({error}); is {folder} a run folder?") from error
+        raise RunFolderError(f"{error.filename}: not readable ({error}); is {folder} a run folder?") from error
     last: dict[tuple[str, int, str], Record] = {}
-    for number, line in enumerate(lines[:-1], 1):
-        record = _record(line, f"{path}:{number}")
+    for _, record in sorted(told, key=lambda timed: timed[0]):
         key = (record["kind"], record["step"], str(record.get("agent", record.get("name", ""))))
         last.pop(key, None)  # a key keeps its first place in a dict, but this record's is at the end
         last[key] = record
     return sorted(last.values(), key=lambda record: int(record["step"]))
 
 
-def _record(line: bytes, where: str) -> Record:
+def _timed(path: Path) -> Iterator[tuple[float, Record]]:
+    """The records of one file and when they were written, which never decreases, whatever the clock did."""
+    latest = float("-inf")
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        record = parse_record(line, f"{path}:{number}")
+        latest = max(latest, float(record.get("time", latest)))
+        yield latest, record
+
+
+def parse_record(line: bytes, where: str) -> Record:
+    """Raises DataError that names ``where`` for a line that holds no record."""
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}); remove the line or restore the file") from error
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or type(record.get("step")) is not int:
         raise DataError(f"{where}: not a metrics record (an object with kind and step); remove the line")
+    if not isinstance(record.get("time", 0.0), int | float):
+        raise DataError(f"{where}: time {record['time']!r} is no number; remove the line")
     return record
 
 

@@ -42,6 +42,15 @@ class Watch:
             if record.get("stage") == stage and step in range(steps.start, steps.stop + 1):
                 self._remember(str(record["kind"]), step, record)
 
+    def heard(self, record: Metrics) -> list[Alarm]:
+        """Of any record of metrics.jsonl."""
+        kind, step = record["kind"], int(record["step"])
+        if kind == "collect":
+            return self.collected(step, record)
+        if kind == "learn":
+            return self.learned(step, str(record["agent"]), record)
+        return self.evaluated(str(record["name"]), step, record) if kind == "evaluate" else []
+
     def collected(self, step: int, metrics: Metrics) -> list[Alarm]:
         """Of the groups of ``step``. What an earlier process told of later steps is forgotten: they come again."""
         self._collected = {known: m for known, m in self._collected.items() if known < step}

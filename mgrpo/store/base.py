@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol
 
 from mgrpo.types import Ending, Group, Reward, Share, Task, TrajectoryId
 
-
 PartKind = Literal["engine", "tools", "collect", "learn"]
 
 
@@ -160,6 +159,10 @@ class CollectStore(Ledger, Protocol):
 
     def committed(self) -> int:
         """The number n for which groups 0..n-1 are all committed: where a collector goes on after a crash."""
+        ...
+
+    def missing(self, ids: range) -> list[int]:
+        """Those of ``ids`` that are not committed."""
         ...
 
     def commit(

@@ -13,13 +13,19 @@ Functions over one connection; `SqlStore` puts them into transactions.
 from __future__ import annotations
 
 import time
+from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, Table, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from mgrpo.errors import LeaseLost
 from mgrpo.store.base import Lease, Part
 from mgrpo.store.schema import leases, parts, runs
+
+
+def _insert(connection: Connection, table: Table) -> Any:
+    """An insert that may say what to do where the key is there already."""
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def clock(connection: Connection) -> float:
@@ -49,8 +55,9 @@ def grant(connection: Connection, name: str, owner: str, seconds: float) -> Leas
     fence = connection.execute(update(runs).values(fences=runs.c.fences + 1).returning(runs.c.fences)).scalar_one()
     row = {"name": name, "owner": owner, "fence": fence, "expires": now + seconds, "done": False}
     if found is None:  # where two ask at once, the second waits here and then gets nothing
-        statement = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(leases)
-        new = statement.on_conflict_do_nothing(index_elements=[leases.c.name]).returning(leases.c.name)
+        new = (
+            _insert(connection, leases).on_conflict_do_nothing(index_elements=[leases.c.name]).returning(leases.c.name)
+        )
         if connection.execute(new, row).one_or_none() is None:
             return None
     else:
@@ -65,7 +72,7 @@ def check(connection: Connection, lease: Lease) -> None:
     if found is not None and found.fence == lease.fence:
         return
     now = "was given back" if found is None else f"is held by {found.owner} since"
-    raise LeaseLost(f"{lease.owner} lost its lease {lease.name!r}, which {now}; nothing was written under it")
+    raise LeaseLost(f"{lease.owner} lost its lease {lease.name!r}, which {now}; nothing is written under it any more")
 
 
 def renew(connection: Connection, lease: Lease, seconds: float) -> None:
@@ -88,9 +95,11 @@ def is_done(connection: Connection, name: str) -> bool:
 
 
 def announce(connection: Connection, part: Part, seconds: float) -> None:
-    connection.execute(delete(parts).where(parts.c.name == part.name))
-    row = {name: getattr(part, name) for name in ("name", "kind", "agent", "url", "instance", "version", "state")}
-    connection.execute(insert(parts), row | {"expires": clock(connection) + seconds})
+    row = {name: getattr(part, name) for name in ("kind", "agent", "url", "instance", "version")}
+    row["state"] = part.state.encode("ascii", "replace").decode().replace("\0", "?")  # what every database takes
+    row["expires"] = clock(connection) + seconds
+    new = _insert(connection, parts).values(name=part.name, **row)
+    connection.execute(new.on_conflict_do_update(index_elements=[parts.c.name], set_=row))
 
 
 def retire(connection: Connection, name: str) -> None:

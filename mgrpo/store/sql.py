@@ -56,6 +56,12 @@ class SqlStore:
                 self._committed += 1
         return self._committed
 
+    def missing(self, ids: range) -> list[int]:
+        query = select(groups.c.id).where(groups.c.id.between(ids.start, ids.stop - 1))
+        with self._reading() as connection:
+            there = set(connection.execute(query).scalars())
+        return [id for id in ids if id not in there]
+
     def commit(
         self, groups: Sequence[Group], rewards: Mapping[TrajectoryId, Reward], lease: Lease | None = None
     ) -> None:

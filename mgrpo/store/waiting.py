@@ -13,12 +13,18 @@ T = TypeVar("T")
 
 
 async def wait(
-    poll: Callable[[], T | None], what: str, seconds: float, *, first_sleep: float = 0.001, longest_sleep: float = 0.05
+    poll: Callable[[], T | None],
+    what: str | Callable[[], str],
+    seconds: float,
+    *,
+    first_sleep: float = 0.001,
+    longest_sleep: float = 0.05,
 ) -> T:
     """Calls ``poll`` until it returns something other than None, and returns that.
 
-    Sleeps grow from ``first_sleep`` by doubling to ``longest_sleep`` (seconds). ``poll`` is called at least once, and
-    once more at the deadline. Raises StoreTimeout after ``seconds``; what ``poll`` raises passes through.
+    ``what`` names what is waited for, as it stands when the time is up. Sleeps grow from ``first_sleep`` by doubling to
+    ``longest_sleep`` (seconds). ``poll`` is called at least once, and once more at the deadline. Raises StoreTimeout
+    after ``seconds``; what ``poll`` raises passes through.
     """
     deadline = time.monotonic() + seconds
     sleep = first_sleep
@@ -27,6 +33,6 @@ async def wait(
         if (found := poll()) is not None:
             return found
         if overdue:
-            raise StoreTimeout(f"waited {seconds:g} s for {what}")
+            raise StoreTimeout(f"waited {seconds:g} s for {what if isinstance(what, str) else what()}")
         await asyncio.sleep(max(0.0, min(sleep, deadline - time.monotonic())))
         sleep = min(2 * sleep, longest_sleep)

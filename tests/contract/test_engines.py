@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_servers import Apart
 from pydantic import ValidationError
 from tiny_team import compact_chat
 from tiny_tokenizer import CONTROLS, TEXT
@@ -33,8 +34,16 @@ def local(tmp_path: Path) -> Engine:
     return LocalSettings().build(folder=tmp_path)
 
 
+def scripted_over_http(tmp_path: Path) -> Engine:
+    return Apart(scripted(tmp_path), messages=True)
+
+
+def local_over_http(tmp_path: Path) -> Engine:
+    return Apart(local(tmp_path))
+
+
 # Each factory gets an empty folder and returns an engine at version 0 for the vocabulary of `compact_chat()`.
-ENGINES: list[Callable[[Path], Engine]] = [scripted, local]
+ENGINES: list[Callable[[Path], Engine]] = [scripted, local, scripted_over_http, local_over_http]
 
 
 @pytest.fixture(params=ENGINES, ids=lambda factory: factory.__name__)

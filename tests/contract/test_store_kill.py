@@ -1,6 +1,7 @@
 """Kill -9 at any moment: groups are whole or absent, weights and consumption agree, nothing is trained twice or lost.
 
-Run as a script this file is the victim: it collects and learns in one process for ever, from where it finds itself.
+Run as a script this file is the victim: it collects and learns in one process for ever, from where it finds itself,
+in the store that MGRPO_STORE names.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import mgrpo
 from mgrpo.store.base import RunInfo, WeightVersion
-from mgrpo.store.opening import open_store
+from mgrpo.store.opening import STORE_VARIABLE, open_store
 from mgrpo.types import Group, Parent, Reply, Reward, Rollout, Task, Trajectory, TrajectoryId, Turn
 
 GROUPS_PER_STEP = 2
@@ -44,8 +47,8 @@ def publication(agent: str, version: int) -> WeightVersion:
     return WeightVersion(agent, version, f"weights/{agent}/{version}", f"sha256:{version}", version, "rl")
 
 
-def collect_and_learn(path: str) -> None:
-    store = open_store(path, RunInfo(0))
+def collect_and_learn(where: str) -> None:
+    store = open_store(where, RunInfo(0))
     print("open", flush=True)
     for step in itertools.count(store.trained("searcher") // GROUPS_PER_STEP):
         ids = range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP)
@@ -58,20 +61,22 @@ def collect_and_learn(path: str) -> None:
                 store.publish(publication(agent, step + 1), ids, {"step": float(step)})
 
 
-def test_a_killed_run_leaves_whole_groups_and_agreeing_cursors(tmp_path: Path) -> None:
-    path = tmp_path / "s.db"
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_killed_run_leaves_whole_groups_and_agreeing_cursors(database: str, request: pytest.FixtureRequest) -> None:
+    place = request.getfixturevalue({"sqlite": "tmp_path", "postgresql": "postgres_url"}[database])
+    where = str(place / "s.db") if isinstance(place, Path) else place
     draw = random.Random(5)
     reached = [0]
     for _ in range(KILLS):
-        kill_after(path, draw.uniform(0.02, 0.3))
-        reached.append(check(path))
+        kill_after(where, draw.uniform(0.02, 0.3))
+        reached.append(check(where))
     assert reached == sorted(reached) and reached[-1] > reached[0], f"the run never got on: {reached}"
 
 
-def kill_after(path: Path, seconds: float) -> None:
+def kill_after(where: str, seconds: float) -> None:
     root = str(Path(mgrpo.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root}
-    command = [sys.executable, __file__, str(path)]
+    environment = {**os.environ, "PYTHONPATH": root, STORE_VARIABLE: where}
+    command = [sys.executable, __file__]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as victim:
         assert victim.stdout is not None
         assert victim.stdout.readline() == "open\n"
@@ -80,8 +85,8 @@ def kill_after(path: Path, seconds: float) -> None:
         victim.kill()
 
 
-def check(path: Path) -> int:
-    store = open_store(path)
+def check(where: str) -> int:
+    store = open_store(where)
     committed = store.committed()
     assert store.counts().groups == committed
     assert committed % GROUPS_PER_STEP == 0, "half of a commit is there"
@@ -97,4 +102,4 @@ def check(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    collect_and_learn(sys.argv[1])
+    collect_and_learn(os.environ[STORE_VARIABLE])

@@ -1,4 +1,4 @@
-"""What every store must do. A new one joins by a line in STORES: a factory from a folder to an opener."""
+"""What every store must do. A new one joins by a line in STORES: where a fresh one is, a path or a URL."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Opener = Callable[[], Store]
 RUN = RunInfo(seed=7, config={"agents": {"planner": {"model": "tiny"}}, "top_p": 1.0})
 
 
-def sqlite_store(folder: Path) -> Opener:
-    return lambda: open_store(folder / "run.db", RUN)
-
-
-STORES: dict[str, Callable[[Path], Opener]] = {"sqlite": sqlite_store}
+STORES: dict[str, Callable[[pytest.FixtureRequest], str | Path]] = {
+    "sqlite": lambda request: request.getfixturevalue("tmp_path") / "run.db",
+    "postgresql": lambda request: request.getfixturevalue("postgres_url"),
+}
 
 
 @pytest.fixture(params=STORES)
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
-    return STORES[request.param](tmp_path)
+def opener(request: pytest.FixtureRequest) -> Opener:
+    where = STORES[request.param](request)
+    return lambda: open_store(where, RUN)
 
 
 @pytest.fixture

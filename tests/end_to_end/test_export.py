@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import contents, mgrpo, refused, smoke_run
+from command_line import contents, mgrpo, refused, smoke_run, version_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mgrpo.engines.model import load_model
@@ -21,7 +21,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def newest(agent: str) -> Path:
-    return max((smoke_run() / "weights" / agent).glob("v*"), key=lambda path: int(path.name[1:]))
+    return version_folder(smoke_run(), agent)
 
 
 def test_weights_are_the_trained_ones_bit_for_bit(exported: Path) -> None:
@@ -48,13 +48,13 @@ def test_it_generates(exported: Path) -> None:
 
 
 def test_nothing_of_training_is_in_it(exported: Path) -> None:
-    assert not {"learner.pt", "manifest.json"} & {path.name for path in exported.iterdir()}
+    assert not {"learner.json", "learner.safetensors", "manifest.json"} & {path.name for path in exported.iterdir()}
 
 
 def test_a_named_version(tmp_path: Path) -> None:
     assert mgrpo("export", smoke_run(), "planner", tmp_path / "v", "--version", "1").code == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "v").state_dict()
-    ours = load_model(smoke_run() / "weights" / "planner" / "v1").state_dict()
+    ours = load_model(version_folder(smoke_run(), "planner", 1)).state_dict()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 

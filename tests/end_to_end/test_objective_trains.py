@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import version_folder
+from safetensors.torch import load_file
 from tiny_recipe import REINFORCE, WARM_UP, table, team_of_one, token_reward, train_briefly, warmed_team
 from torch import Tensor
 
@@ -175,14 +177,12 @@ def test_corrections_change_nothing_where_the_engine_is_the_learners_own_code(
 
 
 def test_a_corrected_first_step_ends_at_the_same_weights(models: Models, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     ends = []
     for level in ("none", "token"):
         stage = STAGE | {"steps": 1}
         learner = {"rollout_is": level, "learning_rate": 1e-4}
         train_briefly(recipe(models, learner=learner, stages=[stage]), tmp_path / level)
-        ends.append([load_file(tmp_path / level / "weights" / a / "v1" / "model.safetensors") for a in models])
+        ends.append([load_file(version_folder(tmp_path / level, a, 1) / "model.safetensors") for a in models])
     for one, other in zip(*ends, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.allclose(one[name], other[name], atol=1e-6, rtol=0.0) for name in one)
@@ -233,8 +233,8 @@ def test_minibatches_and_iterations_are_optimiser_steps(models: Models, tmp_path
     learner = {"num_minibatches": 2, "num_iterations": 3, "entropy_coef": 1e-3}
     train_briefly(recipe(models, learner=learner), tmp_path / "run")
     for agent in models:
-        state = torch.load(tmp_path / "run" / "weights" / agent / "v2" / "learner.pt", weights_only=True)
-        taken = {int(own["step"]) for own in state["optimizers"][0]["state"].values()}
+        state = load_file(version_folder(tmp_path / "run", agent, 2) / "learner.safetensors")
+        taken = {int(value) for place, value in state.items() if place.endswith("/step")}
         assert taken == {STEPS * 2 * 3}
 
 
@@ -248,7 +248,7 @@ def test_kl_is_to_the_weights_that_reinforcement_began_with(where: str, models: 
     records = train_briefly(recipe(models, learner=learner, stages=[warm, STAGE]), run)
     _, store = RunFolder(run).open()
     for agent in models:
-        assert weights(run / "reference" / agent) == weights(run / "weights" / agent / "v1")
+        assert weights(run / "reference" / agent) == weights(version_folder(run, agent, 1))
         assert weights(run / "reference" / agent) != weights(Path(models[agent]))
     first, second = (record for record in learned(records) if record["stage"] == "reinforce")
     assert first["kl"] == pytest.approx(0.0, abs=1e-6) and second["kl"] > 1e-4

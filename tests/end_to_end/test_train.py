@@ -16,12 +16,12 @@ from mgrpo.config import Config, load
 from mgrpo.config.windows import windows
 from mgrpo.engines.model import load_model
 from mgrpo.errors import RunFolderError
-from mgrpo.policy import checkpoint
+from mgrpo.learning import Learner
 from mgrpo.report.metrics_log import read_metrics
 from mgrpo.report.reporter import Reporter
 from mgrpo.run import RunFolder
-from mgrpo.session import Session
 from mgrpo.store.base import Publication, Store
+from mgrpo.store.weights import WeightStore
 from mgrpo.train import train
 from mgrpo.types import Group, Rollout, Trajectory
 
@@ -136,7 +136,7 @@ def test_the_newest_checkpoints_are_whole_and_kept(finished: tuple[Path, dict[st
     for agent in ("planner", "searcher"):
         newest = store.latest(agent)
         assert newest is not None
-        checkpoint.verify(finished[0] / newest.handle, newest.checksum)
+        WeightStore(finished[0], finished[0] / "cache").get(newest.handle, newest.checksum, learner=True)
         assert len(list((finished[0] / "weights" / agent).iterdir())) <= CONFIG.keep_versions
         begin, end = load_model(finished[0] / "models" / agent), load_model(finished[0] / newest.handle)
         pairs = zip(begin.parameters(), end.parameters(), strict=True)
@@ -169,7 +169,8 @@ def test_the_same_recipe_gives_the_same_weights(
     run(tmp_path / "again", less)
     _, other = RunFolder(tmp_path / "again").open()
     for agent in ("planner", "searcher"):
-        assert [p.weights for p in other.publications(agent)] == [p.weights for p in store.publications(agent)]
+        mine, theirs = ([p.weights.checksum for p in run.publications(agent)] for run in (other, store))
+        assert mine == theirs
     other.close()
 
 
@@ -179,8 +180,8 @@ def test_weights_that_moved_in_any_step_of_a_window_are_published(
     """An agent without rows in the last step of a window still learned from the earlier ones."""
     real: Callable[..., dict[str, Any]] = mgrpo.train.update
 
-    def without_rows_in_odd_steps(session: Session, policy: Any, owner: str, *rest: Any) -> dict[str, Any]:
-        return {owner: {}} if owner == "searcher" and rest[-1] % 2 else real(session, policy, owner, *rest)
+    def without_rows_in_odd_steps(learner: Learner, *rest: Any) -> dict[str, Any]:
+        return {learner.owner: {}} if learner.owner == "searcher" and rest[-1] % 2 else real(learner, *rest)
 
     monkeypatch.setattr(mgrpo.train, "update", without_rows_in_odd_steps)
     run(tmp_path / "run", tiny(stages=[WARM_UP]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,25 @@ def test_a_damaged_model_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(b"junk")
     with pytest.raises(DataError, match=f"model folder {tmp_path}: "):
         load_model(tmp_path)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    """R-67."""
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(DataError, match=f"^model folder {tmp_path}: no .*safetensors there; write it again with .*"):
+        load_model(tmp_path)
+
+
+def test_code_in_a_model_folder_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R-67. Nor is anyone asked whether it should be."""
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(DataError, match=f"model folder {tmp_path}: .*custom code"):
+        load_model(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert "[y/N]" not in capsys.readouterr().out

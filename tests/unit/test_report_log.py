@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from io import StringIO
 from pathlib import Path
 
@@ -68,6 +69,53 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
 def test_no_file_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is .* a run folder"):
         read_metrics(tmp_path)
+
+
+def test_the_files_of_all_parts_are_one_run(tmp_path: Path) -> None:
+    own, part = tmp_path / FILE, tmp_path / "parts" / "learn-a" / FILE
+    part.parent.mkdir(parents=True)
+    line = '{{"kind": "learn", "agent": "{}", "step": {}, "time": {}, "loss": {}}}\n'.format
+    part.write_text(line("a", 0, 10.0, 1) + line("a", 1, 30.0, 2) + '{"kind": "learn", "st')
+    assert [r["loss"] for r in read_metrics(tmp_path)] == [1, 2]  # without a file of the run itself
+    own.write_text(line("a", 1, 20.0, 3) + line("b", 1, 40.0, 4) + line("a", 0, 50.0, 5))
+    assert [r["loss"] for r in read_metrics(tmp_path)] == [5, 2, 4]  # the last by time stays; by step, then by time
+    (tmp_path / "parts" / "other").mkdir()
+    part.write_text(line("a", 0, 60.0, 6) + line("a", 0, 55.0, 7))  # a clock that was set back
+    assert [r["loss"] for r in read_metrics(tmp_path)] == [7, 3, 4]
+
+
+def test_a_bad_line_of_a_part_names_its_file(tmp_path: Path) -> None:
+    part = tmp_path / "parts" / "learn-a" / FILE
+    part.parent.mkdir(parents=True)
+    part.write_text('{"kind": "learn", "step": 0, "time": "noon"}\n')
+    with pytest.raises(DataError, match=rf"learn-a/{FILE}:1: time 'noon' is no number"):
+        read_metrics(tmp_path)
+
+
+def test_what_a_full_disk_refuses_goes_out_when_there_is_room(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.write("collect", 0, "rl", {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / FILE).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))  # room for half a line
+    try:
+        log.write("collect", 1, "rl", {})
+        log.write("collect", 2, "rl", {})
+        full = [r["step"] for r in read_metrics(tmp_path)], (tmp_path / FILE).stat().st_size
+        with pytest.raises(RunFolderError, match="its end could not be written .* make room"):
+            MetricsLog.close(log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert full == ([0], size + 20)
+    log = MetricsLog(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+    try:
+        log.write("collect", 3, "rl", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.write("collect", 4, "rl", {})
+    log.close()
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0, 3, 4]
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:

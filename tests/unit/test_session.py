@@ -14,12 +14,15 @@ from tiny_recipe import REINFORCE, WARM_UP, tiny
 from tiny_rows import SFT_LOSS, batches, random_rows
 
 from mgrpo.algorithm.advantages import advantages
+from mgrpo.collecting import Collector, Work
 from mgrpo.config import Config
 from mgrpo.config.windows import Window
 from mgrpo.errors import CheckpointError, StoreTimeout
+from mgrpo.learning import Learner, row_metrics
 from mgrpo.report.reporter import Reporter
-from mgrpo.session import Session, row_metrics
+from mgrpo.session import Session
 from mgrpo.tasks.jsonl import Settings as Jsonl
+from mgrpo.team import Team
 from mgrpo.types import Group, Reward, Rollout, Task, Trajectory, TrajectoryId
 
 CONFIG = tiny(stages=[WARM_UP, REINFORCE | {"train": ["planner"]}], keep_versions=2, store_timeout_s=0.2)
@@ -35,6 +38,17 @@ def session(tmp_path: Path) -> Iterator[Session]:
         yield made
 
 
+def begun(session: Session, owner: str) -> Learner:
+    learner = Learner(session, owner)
+    asyncio.run(learner.begin())
+    return learner
+
+
+@pytest.fixture
+def planner(session: Session) -> Learner:
+    return begun(session, "planner")
+
+
 def commit(session: Session, window: Window) -> None:
     """Groups of one empty rollout each: enough to be consumed."""
     ids = {g: TrajectoryId(g, 0, "planner", 0) for g in window.groups}
@@ -45,24 +59,23 @@ def commit(session: Session, window: Window) -> None:
     session.store.commit(groups, {id: Reward(0.0) for id in ids.values()})
 
 
-def move(session: Session, agent: str) -> None:
-    session.policies[agent].update(batches(random_rows()), SFT_LOSS, 0)
+def move(learner: Learner) -> None:
+    learner.policy.update(batches(random_rows()), SFT_LOSS, 0)
+
+
+def versions(folder: Path, agent: str) -> list[str]:
+    """Of the weights' folders, without the fence of the lease under which each was written."""
+    return sorted(path.name.split("-")[0] for path in (folder / "weights" / agent).iterdir())
 
 
 def test_a_run_begins_with_version_0_of_every_trainable_agent(session: Session, tmp_path: Path) -> None:
     for agent in ("planner", "searcher"):
+        begun(session, agent)
         newest = session.store.latest(agent)
-        assert newest is not None and (newest.version, newest.step, newest.handle) == (0, -1, f"weights/{agent}/v0")
+        assert newest is not None and (newest.version, newest.step) == (0, -1)
+        assert newest.handle.startswith(f"weights/{agent}/v0-")
         assert (tmp_path / newest.handle / "model.safetensors").is_file()
         assert session.store.trained(agent) == 0
-
-
-def test_a_frozen_agent_has_no_policy(tmp_path: Path) -> None:
-    agents = {name: agent.model_dump(exclude_none=True) for name, agent in CONFIG.agents.items()}
-    agents["searcher"]["trainable"] = False
-    with open_session(tmp_path, tiny(agents=agents)) as session:
-        assert list(session.policies) == ["planner"]
-        assert session.store.latest("searcher") is None
 
 
 # ---------------------------------------------------------------- tasks by group
@@ -109,84 +122,130 @@ def test_endless_tasks_come_in_order(session: Session) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def test_weights_and_consumption_are_published_together_and_old_ones_go(session: Session, tmp_path: Path) -> None:
+def test_weights_and_consumption_are_published_together_and_old_ones_go(
+    session: Session, planner: Learner, tmp_path: Path
+) -> None:
     for version, window in enumerate(list(session.windows(0))[:2], 1):
         commit(session, window)
-        session.begin_stage("planner", window)
-        move(session, "planner")
-        session.publish("planner", window, {"loss": 1.0})
+        planner.begin_stage(window)
+        move(planner)
+        planner.publish(window, {"loss": 1.0})
         newest = session.store.latest("planner")
         assert newest is not None and (newest.version, newest.stage) == (version, "warm_up")
         assert newest.step == window.first_step + 1 and session.store.trained("planner") == window.end_group
-    assert sorted(path.name for path in (tmp_path / "weights" / "planner").iterdir()) == ["v1", "v2"]
+    assert versions(tmp_path, "planner") == ["v1", "v2"]
 
 
 def test_without_rows_the_version_stays_and_the_groups_are_consumed(session: Session, tmp_path: Path) -> None:
     window = next(session.windows(0))
     commit(session, window)
-    session.publish("searcher", window, {})
+    begun(session, "searcher").publish(window, {})
     newest = session.store.latest("searcher")
     assert newest is not None and (newest.version, newest.step) == (0, 1)
     assert session.store.trained("searcher") == window.end_group
-    assert [path.name for path in (tmp_path / "weights" / "searcher").iterdir()] == ["v0"]
+    assert versions(tmp_path, "searcher") == ["v0"]
 
 
-def test_a_resumed_session_has_the_newest_weights_and_its_stages_optimiser(tmp_path: Path) -> None:
+def test_a_resumed_learner_has_the_newest_weights_and_its_stages_optimiser(tmp_path: Path) -> None:
     with open_session(tmp_path) as session:
         first, second, *_ = session.windows(0)
         commit(session, first)
-        session.begin_stage("planner", first)
-        move(session, "planner")
-        session.publish("planner", first, {"loss": 1.0})
-        moved = _copies(session, "planner")
-        state = str([o.state_dict() for o in session.policies["planner"].optimizers])
-        move(session, "planner")  # not published: lost
+        planner = begun(session, "planner")
+        planner.begin_stage(first)
+        move(planner)
+        planner.publish(first, {"loss": 1.0})
+        moved = _copies(planner)
+        state = str([o.state_dict() for o in planner.policy.optimizers])
+        move(planner)  # not published: lost
     with open_session(tmp_path, resume=True) as session:
-        assert all(torch.equal(a, b) for a, b in zip(_copies(session, "planner"), moved, strict=True))
-        assert str([o.state_dict() for o in session.policies["planner"].optimizers]) == state
-        optimizers = session.policies["planner"].optimizers
-        session.begin_stage("planner", second)  # the same stage goes on
-        assert session.policies["planner"].optimizers is optimizers
-        reinforce = next(w for w in session.windows(0) if w.stage.name == "reinforce")
-        session.begin_stage("planner", reinforce)
-        assert not any(o.state for o in session.policies["planner"].optimizers)
+        planner = begun(session, "planner")
+        assert all(torch.equal(a, b) for a, b in zip(_copies(planner), moved, strict=True))
+        assert str([o.state_dict() for o in planner.policy.optimizers]) == state
+        optimizers = planner.policy.optimizers
+        planner.begin_stage(second)  # the same stage goes on
+        assert planner.policy.optimizers is optimizers
+        planner.begin_stage(next(w for w in session.windows(0) if w.stage.name == "reinforce"))
+        assert not any(o.state for o in planner.policy.optimizers)
 
 
 def test_resumed_at_a_stage_boundary_the_optimiser_is_fresh(tmp_path: Path) -> None:
     with open_session(tmp_path) as session:
+        learners = [begun(session, agent) for agent in ("planner", "searcher")]
         for window in list(session.windows(0))[:2]:
             commit(session, window)
-            for agent in session.policies:
-                session.begin_stage(agent, window)
-                move(session, agent)
-                session.publish(agent, window, {"loss": 1.0})
+            for learner in learners:
+                learner.begin_stage(window)
+                move(learner)
+                learner.publish(window, {"loss": 1.0})
     with open_session(tmp_path, resume=True) as session:
-        assert session.policies["planner"].schedule.steps == REINFORCE["steps"]
-        assert not any(o.state for o in session.policies["planner"].optimizers)
-        assert session.policies["searcher"].optimizers == []  # it does not learn in the next stage
+        planner, searcher = (begun(session, agent) for agent in ("planner", "searcher"))
+        assert planner.policy.schedule.steps == REINFORCE["steps"]
+        assert not any(o.state for o in planner.policy.optimizers)
+        assert searcher.policy.optimizers == []  # it does not learn in the next stage
 
 
-def test_a_damaged_newest_checkpoint_is_named_on_resume(tmp_path: Path) -> None:
-    with open_session(tmp_path):
-        pass
-    path = tmp_path / "weights" / "searcher" / "v0" / "model.safetensors"
+@pytest.mark.parametrize("name", ["model.safetensors", "learner.safetensors", "learner.json", "manifest.json"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(name: str, tmp_path: Path) -> None:
+    """R-50. The groups it was trained on stay consumed, and its number is not used again."""
+    with open_session(tmp_path) as session:
+        planner = begun(session, "planner")
+        first, second = list(session.windows(0))[:2]
+        kept = []
+        for window in (first, second):
+            commit(session, window)
+            planner.begin_stage(window)
+            move(planner)
+            planner.publish(window, {"loss": 1.0})
+            kept.append(_copies(planner))
+        newest = session.store.latest("planner")
+    assert newest is not None and newest.version == 2
+    path = tmp_path / newest.handle / name
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=f"{path}: damaged"):
-        open_session(tmp_path, resume=True)
+    with open_session(tmp_path, resume=True) as session:
+        planner = begun(session, "planner")
+        assert all(torch.equal(a, b) for a, b in zip(_copies(planner), kept[0], strict=True))
+        newest = session.store.latest("planner")
+        assert newest is not None and (newest.version, session.store.trained("planner")) == (3, second.end_group)
+    with open_session(tmp_path, resume=True) as session:  # once
+        begun(session, "planner")
+        newest = session.store.latest("planner")
+        assert newest is not None and newest.version == 3
 
 
-# ---------------------------------------------------------------- waiting
+def test_where_no_checkpoint_is_whole_the_damage_is_named(tmp_path: Path) -> None:
+    with open_session(tmp_path) as session:
+        begun(session, "searcher")
+    (path,) = (tmp_path / "weights" / "searcher").glob("v0-*/model.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    with open_session(tmp_path, resume=True) as session, pytest.raises(CheckpointError, match=f"{path}: damaged"):
+        begun(session, "searcher")
 
 
-def test_waiting_for_learners_has_a_deadline_and_names_them(session: Session) -> None:
-    window = next(session.windows(0))
-    asyncio.run(session.wait_for_learners(window))
-    commit(session, window)
-    with pytest.raises(StoreTimeout, match="the learners planner, searcher to have trained on all groups before 6"):
-        asyncio.run(session.wait_for_learners(None))
-    for agent in session.policies:
-        session.publish(agent, window, {})
-    asyncio.run(session.wait_for_learners(None))
+# ---------------------------------------------------------------- what is collected next
+
+
+async def first_work(collector: Collector) -> Work | None:
+    async for work in collector.work():
+        return work
+    return None
+
+
+def test_a_collector_waits_for_learners_with_a_deadline_and_names_them(session: Session, tmp_path: Path) -> None:
+    learners = [begun(session, agent) for agent in ("planner", "searcher")]
+    collector = Collector(session, Team(session.config, session.folder.models(session.config)))
+    first, second, reinforce, *_ = session.windows(0)
+    commit(session, first)
+    work = asyncio.run(first_work(collector))  # of the same stage: demonstrations are one window ahead
+    assert work is not None and work.groups == second.groups
+    session.release(work.lease)
+    commit(session, second)
+    with pytest.raises(StoreTimeout, match="the learners planner, searcher to have trained on all groups before 12"):
+        asyncio.run(first_work(collector))
+    for learner in learners:
+        for window in (first, second):
+            learner.publish(window, {})
+    work = asyncio.run(first_work(collector))
+    assert work is not None and work.groups == reinforce.groups
 
 
 # ---------------------------------------------------------------- metrics
@@ -201,11 +260,12 @@ def test_row_metrics_count_rows_and_how_they_compared() -> None:
     assert metrics["reward_mean"] == pytest.approx(sum(row.reward for row in rows) / 4)
 
 
-def test_the_pad_id_is_the_models(session: Session) -> None:
-    assert session.pad_id("planner") == session.policies["planner"].model.config.pad_token_id
-    session.policies["planner"].model = tiny_model(pad_token_id=None)
-    assert session.pad_id("planner") == 0
+def test_the_pad_id_is_the_models(session: Session, planner: Learner) -> None:
+    window = next(session.windows(0))
+    assert planner.step_plan(window).pad_id == planner.policy.model.config.pad_token_id
+    planner.policy.model = tiny_model(pad_token_id=None)
+    assert planner.step_plan(window).pad_id == 0
 
 
-def _copies(session: Session, agent: str) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in session.policies[agent].model.parameters()]
+def _copies(learner: Learner) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in learner.policy.model.parameters()]

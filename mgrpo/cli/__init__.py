@@ -27,11 +27,11 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 something outside failed, 2 yours to mend (one line says what), 130 interrupted.",
 )
 
-_RECIPE = typer.Argument(
+RECIPE = typer.Argument(
     metavar="RECIPE", help="A TOML file that says who learns what; recipes/ holds some.", show_default=False
 )
-_RUN = typer.Argument(metavar="RUN", help="The folder of a run, for instance runs/quickstart.", show_default=False)
-_SET = typer.Option(
+RUN = typer.Argument(metavar="RUN", help="The folder of a run, for instance runs/quickstart.", show_default=False)
+SET = typer.Option(
     [],
     "--set",
     metavar="KEY=VALUE",
@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), _MISTAKE)
     except InfrastructureError as error:
         _fail(f"{type(error).__name__}: {error}", _INFRASTRUCTURE)
+    except KeyboardInterrupt:
+        _fail("interrupted", _INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -96,7 +98,7 @@ def _root(
     "mgrpo train runs/quickstart --resume"
 )
 def train(
-    recipe: Path = _RECIPE,
+    recipe: Path = RECIPE,
     run: Path | None = typer.Option(
         None, help="Where everything of the run goes.", show_default="runs/ and the recipe's name"
     ),
@@ -104,7 +106,7 @@ def train(
         False, "--resume", help="Go on with a run that stopped. RECIPE may then be the run's folder itself."
     ),
     seed: int | None = typer.Option(None, help="Of everything that is drawn.", show_default="the recipe's"),
-    set_: list[str] = _SET,
+    set_: list[str] = SET,
 ) -> None:
     """Train the agents of RECIPE, stage by stage, and evaluate them before and after.
 
@@ -114,7 +116,7 @@ def train(
     try:
         from mgrpo.config import load
 
-        recipe, run = _located(recipe, run)
+        recipe, run = located(recipe, run)
         config = load(recipe, [*set_, *([] if seed is None else [f"seed={seed}"])])
         folder = run or config.default_folder
 
@@ -128,7 +130,7 @@ def train(
         raise typer.Exit(_INTERRUPTED) from None
 
 
-def _located(recipe: Path, run: Path | None) -> tuple[Path, Path | None]:
+def located(recipe: Path, run: Path | None) -> tuple[Path, Path | None]:
     """The recipe's file and the run's folder: a run's own recipe belongs to its folder."""
     if recipe.is_dir():
         recipe = recipe / "config.toml"
@@ -139,7 +141,7 @@ def _located(recipe: Path, run: Path | None) -> tuple[Path, Path | None]:
 
 
 @app.command(epilog="mgrpo plan recipes/quickstart.toml --set agents.planner.num_generations=4")
-def plan(recipe: Path = _RECIPE, set_: list[str] = _SET) -> None:
+def plan(recipe: Path = RECIPE, set_: list[str] = SET) -> None:
     """Explain RECIPE without running it: who learns what from whom, by which formulas, and what it takes."""
     from rich.console import Console
 
@@ -147,7 +149,7 @@ def plan(recipe: Path = _RECIPE, set_: list[str] = _SET) -> None:
     from mgrpo.report.plan import plan as plan_
     from mgrpo.report.plan import plan_text
 
-    config, console = load(_located(recipe, None)[0], set_), Console()
+    config, console = load(located(recipe, None)[0], set_), Console()
     if console.is_terminal:
         console.print(plan_(config))
     else:
@@ -162,7 +164,7 @@ def plan(recipe: Path = _RECIPE, set_: list[str] = _SET) -> None:
     "mgrpo evaluate runs/quickstart --questions 50 --k 4 --json scores.json"
 )
 def evaluate(
-    run: Path = _RUN,
+    run: Path = RUN,
     questions: int | None = typer.Option(
         None, min=1, help="How many different questions.", show_default="the recipe's"
     ),
@@ -242,7 +244,7 @@ def _print_metrics(title: str, metrics: Any) -> None:
 
 @app.command(epilog='mgrpo ask runs/quickstart\n\nmgrpo ask runs/quickstart "What is the population of Kinix ?"')
 def ask(
-    run: Path = _RUN,
+    run: Path = RUN,
     question: str | None = typer.Argument(
         None, metavar="QUESTION", help="What to ask.", show_default="the test question's own"
     ),
@@ -270,7 +272,7 @@ def ask(
 
 @app.command(epilog="mgrpo export runs/quickstart searcher models/searcher")
 def export(
-    run: Path = _RUN,
+    run: Path = RUN,
     agent: str = typer.Argument(metavar="AGENT", help="The agent's name in the recipe.", show_default=False),
     folder: Path = typer.Argument(metavar="DIR", help="A new or empty folder.", show_default=False),
     version: int | None = typer.Option(None, min=0, help="Which weights.", show_default="the newest"),
@@ -295,9 +297,9 @@ def export(
         weights = runs.published(store, owner, version)
     finally:
         store.close()
-    export_(run / weights.handle, weights.checksum, tokenizer_of(runs.models(config)[owner]), folder)
+    verified = runs.weight_store(config).get(weights.handle, weights.checksum)
+    export_(verified, tokenizer_of(runs.models(config)[owner]), folder)
     print(f"{agent} version {weights.version} of {run} is in {folder}")
 
 
-if __name__ == "__main__":
-    main()
+from mgrpo.cli import parts  # noqa: E402, F401  (its commands join the app)

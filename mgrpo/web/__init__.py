@@ -1,0 +1,1 @@
+"""HTTP between the parts of a run, JSON only: who may ask (`access`), what answers (`serving`), asking (`asking`)."""
