@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Collector:
 
     async def work(self) -> AsyncIterator[Work]:
         """What this process is to collect, until every group of the run is committed."""
+        self.session.keep_alive()
         while True:
             found = await wait(self._next, self._waiting_for, self.config.store_timeout_s)
             if found == "none left":
@@ -138,9 +140,9 @@ class Collector:
         task = partial(session.task, source)
         return await gather(self.team, acting, source, work.window.stage, work.groups, task, watcher)
 
-    def commit(self, work: Work, gathered: Gathered, seconds: float) -> None:
+    async def commit(self, work: Work, gathered: Gathered, seconds: float) -> None:
         """Write the groups, unless the lease was lost, and say what they were like."""
-        self.session.store.commit(gathered.groups, gathered.rewards, work.lease)
+        await asyncio.to_thread(self.session.store.commit, gathered.groups, gathered.rewards, work.lease)
         whole = len(work.groups) == len(work.window.groups)
         name = None if whole else f"g{work.groups.start}"
         self.session.reporter.collected(

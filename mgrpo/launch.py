@@ -108,7 +108,8 @@ async def _supervise_and_show(config: Config, folder: Path, plans: Sequence[Part
             view.look()
             await asyncio.sleep(SHOWN_S)
 
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # a log that a kill cuts short has its last line
+    # Unbuffered, so that a log which a kill cuts short has its last line.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "MGRPO_LAUNCHED": "1"}
     showing = asyncio.create_task(show())
     try:
         return await supervise(

@@ -41,6 +41,7 @@ class Learner:
 
     async def begin(self) -> None:
         """Hold the lease on these weights; publish the initial ones as version 0, or take up the newest."""
+        self.session.keep_alive()
         name = f"learn/{self.owner}"
         what = f"another learner of {self.owner!r} to give up its lease"
         self._lease = await wait(partial(self.session.lease, name), what, self.config.outage_timeout_s)

@@ -13,6 +13,7 @@ Each announces itself in the store (`Part`) for as long as it lives, so nobody i
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -24,11 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mgrpo.agents.loop import Limits, together
+from mgrpo.agents.loop import Limits as AgentLimits
+from mgrpo.agents.loop import together
 from mgrpo.config import Config
 from mgrpo.config.registry import suggest
 from mgrpo.engines.base import Engine
 from mgrpo.engines.remote import Remote, Replica
+from mgrpo.engines.server import Limits
 from mgrpo.engines.server import routes as engine_routes
 from mgrpo.errors import CheckpointError, InfrastructureError, UserError
 from mgrpo.run import Hold, RunFolder
@@ -121,7 +124,7 @@ def _remote_team(session: Session) -> Iterator[Team]:
     tools: dict[str, Tool] = tools_of(config)
     if config.launch.tool_server:
         servers = ToolServers(_ToolUrls(session.store), client)
-        tools = {name: RemoteTool(tool, servers, Limits().tool_timeout_s) for name, tool in tools.items()}
+        tools = {name: RemoteTool(tool, servers, AgentLimits().tool_timeout_s) for name, tool in tools.items()}
     with Team(config, session.folder.models(config), engines, tools) as team:
         try:
             yield team
@@ -172,7 +175,10 @@ def serve_part(config: Config, folder: Path, owner: str, name: str, host: str, p
     with _held(RunFolder(folder), config) as hold:
         model = RunFolder(folder).models(hold.config)[owner]
         engine = engine_of(hold.config, owner, model, chat_of(model, hold.config.agents[owner].format))
-        complete(_EngineServer(hold, owner, engine, name).run(host, port))
+        words = json.loads((model / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        longest = max(hold.config.agents[user].max_context for user in hold.config.sharing(owner))
+        limits = Limits(prompt_tokens=longest, new_tokens=longest, vocabulary=words)
+        complete(_EngineServer(hold, owner, engine, name).run(host, port, limits))
 
 
 def tools_part(config: Config, folder: Path, name: str, host: str, port: int) -> None:
@@ -215,8 +221,8 @@ class _EngineServer:
         self._changed = asyncio.Event()
         self._listening = asyncio.Event()
 
-    async def run(self, host: str, port: int) -> None:
-        app = application(engine_routes(self._engine, self._part.agent, self._status), token())
+    async def run(self, host: str, port: int, limits: Limits) -> None:
+        app = application(engine_routes(self._engine, self._part.agent, self._status, limits), token())
         try:
             await together([serve(app, host, port, self._ready), self._follow(), self._announce()])
         finally:

@@ -44,6 +44,7 @@ class Hold:
     store: Store
     weights: WeightStore
     lock: IO[str]
+    alone: bool = True  # no other process has one meanwhile
 
     def close(self) -> None:
         self.store.close()
@@ -97,7 +98,7 @@ class RunFolder:
             lock = self._lock(alone)
             try:
                 with self._beginning():
-                    return Hold(config, self._write(config), self.weight_store(config), lock)
+                    return Hold(config, self._write(config), self.weight_store(config), lock, alone)
             except BaseException:
                 lock.close()
                 raise
@@ -149,8 +150,8 @@ class RunFolder:
         temporary.replace(self.config_file)
         url, began = self.store_url(config), any(self.path.glob("weights/*/v*"))
         if url == self.store_file and began:  # a store that is gone or empty has lost its groups
-            return open_store(url)
-        store = open_store(url, RunInfo(config.seed, config.model_dump(mode="json")))
+            return open_store(url, outage_s=config.outage_timeout_s)
+        store = open_store(url, RunInfo(config.seed, config.model_dump(mode="json")), outage_s=config.outage_timeout_s)
         if found := _difference(_portable(store.run.config), _portable(config.model_dump(mode="json")), ""):
             store.close()
             raise RunFolderError(f"{self.path}: the recipe differs from that of the store's run: {found.lstrip('.')}")

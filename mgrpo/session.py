@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from mgrpo.team import check_parts, task_source
 from mgrpo.types import Task
 
 Metrics = dict[str, float]
+LAUNCHED_VARIABLE = "MGRPO_LAUNCHED"  # in the environment of parts that `mgrpo launch` started
 RENEWALS = 3  # in the time that a lease is granted for
 
 
@@ -56,9 +58,16 @@ class Session:
         self._shown_stage = ""
         self._hold = self.folder.join(config) if part else self.folder.begin(config, resume)
         self.config, self.store, self.weights = self._hold.config, self._hold.store, self._hold.weights
-        self.reporter = reporter or Reporter(self.folder.part(name) if part else path, self.config)
+        self.reporter = reporter or self._own_reporter()
         self._leases: set[Lease] = set()
         self._renewing: asyncio.Task[None] | None = None
+
+    def _own_reporter(self) -> Reporter:
+        """Of a part: with a log of its own. Where `mgrpo launch` started it, that tells trackers of all parts."""
+        if self._hold.alone:
+            return Reporter(self.folder.path, self.config)
+        told = {"trackers": ()} if LAUNCHED_VARIABLE in os.environ else {}
+        return Reporter(self.folder.part(self.name), self.config.model_copy(update=told))
 
     def __enter__(self) -> Session:
         try:
@@ -81,9 +90,12 @@ class Session:
         lease = self.store.lease(name, self.name, self.config.lease_s)
         if lease is not None:
             self._leases.add(lease)
-            if self._renewing is None or self._renewing.done():
-                self._renewing = asyncio.get_running_loop().create_task(self._renew())
         return lease
+
+    def keep_alive(self) -> None:
+        """Renew what is leased for as long as the running event loop runs."""
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
     def release(self, lease: Lease, done: bool = False) -> None:
         self._leases.discard(lease)
@@ -91,7 +103,7 @@ class Session:
 
     async def _renew(self) -> None:
         """A lease that was lost is forgotten: what is written under it will be refused."""
-        while self._leases:
+        while True:
             await asyncio.sleep(self.config.lease_s / RENEWALS)
             for lease in tuple(self._leases):
                 try:

@@ -73,7 +73,7 @@ async def collect(collector: Collector) -> None:
             await collector.evaluate_where_due(work)
             started = time.perf_counter()
             gathered = await collector.gather(work, team)
-            collector.commit(work, gathered, time.perf_counter() - started)
+            await collector.commit(work, gathered, time.perf_counter() - started)
     await collector.evaluate_last()
 
 

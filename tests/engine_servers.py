@@ -12,9 +12,10 @@ from typing import Any
 from starlette.applications import Starlette
 from web_server import TOKEN, served, served_beside
 
-from mgrpo.engines.base import Engine
+from mgrpo.engines.base import Engine, Request, Sampling
 from mgrpo.engines.remote import Remote, Replica
 from mgrpo.engines.server import Limits, routes
+from mgrpo.types import TrajectoryId
 from mgrpo.web.asking import Client
 from mgrpo.web.serving import application
 
@@ -48,6 +49,11 @@ class Serving:
 
     def _status(self) -> dict[str, Any]:
         return {"version": self.version, "instance": self.instance, "state": self.state}
+
+
+def asks(*rollouts: int, **sampling: Any) -> list[Request]:
+    """One request of each of these rollouts of group 5; the prompt of rollout r is (r, r + 1)."""
+    return [Request(TrajectoryId(5, r, "planner", 0), (r, r + 1), Sampling(**sampling), (1,)) for r in rollouts]
 
 
 @asynccontextmanager

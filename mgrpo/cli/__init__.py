@@ -54,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), _MISTAKE)
     except InfrastructureError as error:
         _fail(f"{type(error).__name__}: {error}", _INFRASTRUCTURE)
-    except KeyboardInterrupt:
-        _fail("interrupted", _INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 

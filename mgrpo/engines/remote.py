@@ -77,7 +77,7 @@ class Remote:
         deterministic: bool,
         load_timeout_s: float,
         request_timeout_s: float = 600.0,
-        pause_s: float = 0.2,
+        pause_s: float = 0.1,
         extended: bool = True,
         messages: bool = False,
         max_batch: int = 256,

@@ -67,11 +67,11 @@ def grant(connection: Connection, name: str, owner: str, seconds: float) -> Leas
 
 def check(connection: Connection, lease: Lease) -> None:
     """Raise LeaseLost unless ``lease`` is the newest grant of its name; until the transaction ends it stays so."""
-    query = select(leases.c.owner, leases.c.fence).where(leases.c.name == lease.name).with_for_update()
+    query = select(leases).where(leases.c.name == lease.name).with_for_update()
     found = connection.execute(query).one_or_none()
-    if found is not None and found.fence == lease.fence:
+    if found is not None and found.fence == lease.fence and not found.done:
         return
-    now = "was given back" if found is None else f"is held by {found.owner} since"
+    now = "was given back" if found is None or found.done else f"is held by {found.owner} since"
     raise LeaseLost(f"{lease.owner} lost its lease {lease.name!r}, which {now}; nothing is written under it any more")
 
 

@@ -24,13 +24,14 @@ async def wait(
 
     ``what`` names what is waited for, as it stands when the time is up. Sleeps grow from ``first_sleep`` by doubling to
     ``longest_sleep`` (seconds). ``poll`` is called at least once, and once more at the deadline. Raises StoreTimeout
-    after ``seconds``; what ``poll`` raises passes through.
+    after ``seconds``; what ``poll`` raises passes through. ``poll`` runs in a thread: a store that is gone for a while
+    holds up nothing else.
     """
     deadline = time.monotonic() + seconds
     sleep = first_sleep
     while True:
         overdue = time.monotonic() >= deadline
-        if (found := poll()) is not None:
+        if (found := await asyncio.to_thread(poll)) is not None:
             return found
         if overdue:
             raise StoreTimeout(f"waited {seconds:g} s for {what if isinstance(what, str) else what()}")

@@ -1,104 +1,20 @@
-"""What every store must do. A new one joins by a line in STORES: where a fresh one is, a path or a URL."""
+"""What every store must do, see conftest.py for which there are."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from store_samples import commit, group, rewards_of, rollout, trajectory, turn, weights
 
 from mgrpo.errors import UserError
 from mgrpo.store.base import Counts, RunInfo, Store, WeightVersion
-from mgrpo.store.opening import open_store
-from mgrpo.types import (
-    Failure,
-    Findings,
-    Group,
-    Parent,
-    Reply,
-    Reward,
-    Rollout,
-    Sample,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-)
+from mgrpo.store.records import encode
+from mgrpo.types import Failure, Group, Reward, Rollout, Sample, TrajectoryId
 
 Opener = Callable[[], Store]
-RUN = RunInfo(seed=7, config={"agents": {"planner": {"model": "tiny"}}, "top_p": 1.0})
-
-
-STORES: dict[str, Callable[[pytest.FixtureRequest], str | Path]] = {
-    "sqlite": lambda request: request.getfixturevalue("tmp_path") / "run.db",
-    "postgresql": lambda request: request.getfixturevalue("postgres_url"),
-}
-
-
-@pytest.fixture(params=STORES)
-def opener(request: pytest.FixtureRequest) -> Opener:
-    where = STORES[request.param](request)
-    return lambda: open_store(where, RUN)
-
-
-@pytest.fixture
-def store(opener: Opener) -> Iterator[Store]:
-    opened = opener()
-    yield opened
-    opened.close()
-
-
-# ---------------------------------------------------------------- material
-
-
-def turn(version: int = 0, tokens: int = 3) -> Turn:
-    calls = (ToolCall("searcher", {"task": "capital of Zubora", "n": [1, None, 0.1]}),)
-    return Turn(
-        context_ids=(1, 7, 8),
-        token_ids=tuple(range(20, 20 + tokens)),
-        logprobs=tuple(-0.1 * (i + 1) for i in range(tokens)),
-        version=version,
-        stop_reason="stop",
-        text="<call>",
-        reply=Reply(calls=calls),
-        results=(ToolResult("Merova"),),
-    )
-
-
-def trajectory(id: TrajectoryId, *turns: Turn) -> Trajectory:
-    root = TrajectoryId(id.group, id.rollout, "planner", 0)
-    parent = None if id == root else Parent(root, 0, id.invocation)
-    return Trajectory(id, "capital?", turns or (turn(),), "answer", Findings("Merova"), parent)
-
-
-def rollout(group: int, index: int, searches: int, failure: Failure | None = None) -> Rollout:
-    ids = [TrajectoryId(group, index, "planner", 0)]
-    ids += [TrajectoryId(group, index, "searcher", i) for i in range(searches)]
-    return Rollout(group, index, tuple(map(trajectory, ids)), failure)
-
-
-def group(id: int, searches: tuple[int, ...] = (1, 2)) -> Group:
-    task = Task(f"train/{id}", "capital of Zubora?", "Merova", 1, {"hops": 1})
-    return Group(id, task, tuple(rollout(id, k, d) for k, d in enumerate(searches)))
-
-
-def rewards_of(*groups: Group, value: float | None = 0.1) -> dict[TrajectoryId, Reward]:
-    reward = Reward(value, {"format": 1.0, "expert": None}, None if value is not None else "judge timed out")
-    return {t.id: reward for g in groups for r in g.rollouts for t in r.trajectories}
-
-
-def commit(store: Store, *ids: int) -> None:
-    groups = [group(id) for id in ids]
-    store.commit(groups, rewards_of(*groups))
-
-
-def weights(version: int, agent: str = "planner", step: int | None = None) -> WeightVersion:
-    number = version if step is None else step
-    return WeightVersion(agent, version, f"weights/{agent}/{version}", f"sha256:{version}", number, "rl")
 
 
 # ---------------------------------------------------------------- collect
@@ -144,6 +60,13 @@ def test_committed_stops_before_the_first_missing_group(store: Store) -> None:
     assert store.committed() == 2
     commit(store, 2)
     assert store.committed() == 4
+
+
+def test_missing_names_the_groups_that_are_not_committed(store: Store) -> None:
+    assert store.missing(range(3)) == [0, 1, 2]
+    commit(store, 0, 1, 3, 7)
+    assert store.missing(range(8)) == [2, 4, 5, 6]
+    assert store.missing(range(3, 4)) == [] and store.missing(range(5, 5)) == []
 
 
 def test_committing_nothing_is_allowed(store: Store) -> None:
@@ -224,6 +147,7 @@ def test_take_waits_until_every_group_is_there(store: Store) -> None:
 
 
 def test_taking_four_of_ten_leaves_six(store: Store) -> None:
+    """R-52."""
     commit(store, *range(10))
     taken = store.take("planner", 0, 4)
     assert taken is not None and [share.samples[0].trajectory.id.group for share in taken] == [0, 1, 2, 3]
@@ -328,6 +252,7 @@ def test_a_publication_that_does_not_fit_leaves_nothing(
 
 
 def test_a_run_goes_on_after_what_was_trained_not_after_what_was_collected(opener: Opener) -> None:
+    """R-46."""
     store = opener()
     commit(store, *range(4))
     store.publish(weights(1), range(2))
@@ -339,13 +264,22 @@ def test_a_run_goes_on_after_what_was_trained_not_after_what_was_collected(opene
     again.close()
 
 
+def test_a_share_says_how_many_bytes_its_samples_took_and_no_other_agents(store: Store) -> None:
+    groups = [group(0, (0, 1)), group(1, (3, 2))]
+    worth = rewards_of(*groups)
+    store.commit(groups, worth)
+    for agent in ("planner", "searcher", "verifier"):
+        own = [[t for r in g.rollouts for t in r.trajectories if t.id.agent == agent] for g in groups]
+        expected = [sum(len(encode(Sample(t, worth[t.id]))) for t in found) for found in own]
+        assert [share.bytes for share in store.take(agent, 0, 2) or ()] == expected
+    assert expected == [0, 0]
+
+
 # ---------------------------------------------------------------- read
 
 
-def test_the_reader_knows_its_run(opener: Opener) -> None:
-    store = opener()
-    assert store.run == RUN and store.run.created > 0
-    store.close()
+def test_the_reader_knows_its_run(store: Store, run_info: RunInfo) -> None:
+    assert store.run == run_info and store.run.created > 0
 
 
 def test_publications_carry_metrics_exactly_and_agent_by_agent(store: Store) -> None:

@@ -237,6 +237,8 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]
     for process in started:
         process.kill()
         process.wait()
+    for pid in filter(runs, processes(tmp_path)):  # none, unless the test failed
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_ends_every_part_and_its_children(
