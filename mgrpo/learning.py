@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -80,10 +81,14 @@ class Learner:
             return folder
         raise faults[0]
 
-    def end(self) -> None:
-        """Every group is trained on: another process need not wait for this one."""
-        if self._lease is not None:
-            self.session.release(self._lease)
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """However it ends, another process need not wait for the lease to run out."""
+        try:
+            yield
+        finally:
+            if self._lease is not None:
+                self.session.release(self._lease)
 
     # ------------------------------------------------------------ what is next
 

@@ -68,8 +68,6 @@ class RunFolder:
 
     def store_url(self, config: Config) -> str | Path:
         """Where the run's store is: MGRPO_STORE, which may hold a password, else what the recipe says, else a file."""
-        if config.store is not None:
-            refuse_password(config.store, "store")
         return os.environ.get(STORE_VARIABLE) or config.store or self.store_file
 
     def weight_store(self, config: Config) -> WeightStore:
@@ -104,7 +102,10 @@ class RunFolder:
                 raise
 
     def _checked(self, config: Config, resume: bool) -> Config:
-        """The recipe as the run keeps it. Writes nothing."""
+        """The recipe as the run keeps it, in a file that others may read. Writes nothing."""
+        if config.store is not None:
+            refuse_password(config.store, "store")
+        self.weight_store(config)  # raises as that does
         threads = os.cpu_count() or 1
         if self.config_file.exists():
             if not resume:

@@ -79,6 +79,11 @@ async def collect(collector: Collector) -> None:
 
 async def learn(learner: Learner) -> None:
     """Move one set of weights by the trajectories of every agent that uses them."""
+    with learner.holding():
+        await _learn(learner)
+
+
+async def _learn(learner: Learner) -> None:
     for window in learner.windows():
         taken = await learner.take(window)
         metrics: Metrics = {}  # of the last step that moved the weights
@@ -92,7 +97,6 @@ async def learn(learner: Learner) -> None:
             learner.learned(step, found, time.perf_counter() - started)
             metrics = next((own for own in found.values() if "loss" in own), metrics)
         learner.publish(window, metrics)
-    learner.end()
 
 
 def update(

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,14 +24,21 @@ import pytest
 from command_line import ROOT
 
 from mgrpo.config import Config, dump
+from mgrpo.config.windows import total_groups
+from mgrpo.errors import RunFolderError
 from mgrpo.report.follow import last_lines
+from mgrpo.report.metrics_log import metrics_files, read_metrics
 from mgrpo.store.base import Part, Store
 from mgrpo.store.opening import open_store
+from mgrpo.types import Group, Trajectory, TrajectoryId
 
 DEADLINE_S = 120.0  # of every wait; a busy machine is no failure
 PRELOADED = [
+    "anyio._backends._asyncio",
     "bm25s",
+    "httpcore",
     "psycopg",
+    "uvicorn.protocols.http.httptools_impl",
     "mgrpo.cli.parts",
     "mgrpo.collecting",
     "mgrpo.engines.decode",
@@ -170,11 +177,11 @@ class Parts:
         if self._store is not None:
             self._store.close()
 
-    def start(self, *command: str, name: str = "", fresh: bool = False) -> Running:
+    def start(self, *command: str, name: str = "", options: Iterable[str] = (), fresh: bool = False) -> Running:
         """``mgrpo COMMAND RECIPE --run RUN``; a part's name is made of its command."""
         name = name or "-".join([*command, "0"][: 2 if command[0] == "learn" else None])
         named = [] if command[0] in ("train", "launch") else ["--name", name]
-        arguments = [*command, str(self.recipe), "--run", str(self.folder), *named, *self.options]
+        arguments = [*command, str(self.recipe), "--run", str(self.folder), *named, *self.options, *options]
         return self.run(name, arguments, fresh)
 
     def run(self, name: str, arguments: Iterable[str], fresh: bool = False) -> Running:
@@ -204,13 +211,23 @@ class Parts:
     @property
     def store(self) -> Store:
         if self._store is None:
-            self.until((self.folder / "store.db").exists, "the store to be there")
-            self._store = open_store(self.folder / "store.db")
+            self._store = self.until(self._opened, "the store to be there")
+            assert self._store is not None
         return self._store
+
+    def _opened(self) -> Store | None:
+        with suppress(RunFolderError):  # not there yet, or without its tables
+            return open_store(self.folder / "store.db")
+        return None
 
     def part(self, name: str) -> Part | None:
         """As it announces itself."""
         return next((part for part in self.store.parts() if part.name == name), None)
+
+    def records(self, kind: str, part: str = "") -> list[dict[str, Any]]:
+        """What was written to metrics.jsonl, by all or by one part."""
+        folder = self.folder / "parts" / part if part else self.folder
+        return [record for record in read_metrics(folder) if record["kind"] == kind] if metrics_files(folder) else []
 
     # ------------------------------------------------------------ waiting
 
@@ -231,6 +248,16 @@ class Parts:
     def trained(self, owner: str, groups: int) -> None:
         self.until(lambda: self.store.trained(owner) >= groups, f"{owner} to be trained on {groups} groups")
 
+    def serves(self, name: str, version: int) -> Part:
+        """Wait until the engine of that name serves ``version`` or a newer one."""
+
+        def ready() -> Part | None:
+            part = self.part(name)
+            return part if part is not None and part.url and part.version >= version else None
+
+        found: Part = self.until(ready, f"{name} to serve version {version}")
+        return found
+
     def complete(self) -> None:
         """Wait until all that collect or learn have ended by themselves, with code 0."""
         workers = [r for r in self.every if not r.ends and not r.name.startswith(("serve", "tools"))]
@@ -241,12 +268,47 @@ class Parts:
         return "\n".join(f"---- {r.name} (code {r.code})\n{r.said()}" for r in logs.values())
 
 
-@contextmanager
-def damaged(path: Path) -> Any:
-    """``path`` with another last byte for a while."""
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    try:
-        yield
-    finally:
-        path.write_bytes(content)
+# ---------------------------------------------------------------- what a store holds
+
+
+def weights(store: Store) -> dict[str, list[tuple[int, str, int, int]]]:
+    """Of each agent's publications the version, the sum over all its files, and the groups consumed."""
+    found: dict[str, list[tuple[int, str, int, int]]] = {}
+    for p in store.publications():
+        told = (p.weights.version, p.weights.checksum, p.consumed.start, p.consumed.stop)
+        found.setdefault(p.weights.agent, []).append(told)
+    return found
+
+
+def sampled(store: Store) -> dict[TrajectoryId, Any]:
+    """Every token of every group with its probability and its version, what it led to, and what that was worth."""
+    found = {}
+    for id in range(store.committed()):
+        group, rewards = store.group(id)
+        for trajectory in trajectories(group):
+            turns = [(t.context_ids, t.token_ids, t.logprobs, t.version, t.reply) for t in trajectory.turns]
+            found[trajectory.id] = (trajectory.parent, turns, trajectory.ending, rewards[trajectory.id])
+    return found
+
+
+def trajectories(group: Group) -> list[Trajectory]:
+    return [trajectory for rollout in group.rollouts for trajectory in rollout.trajectories]
+
+
+def assert_same_run(one: Store, other: Store) -> None:
+    found, expected = sampled(one), sampled(other)
+    assert found.keys() == expected.keys()
+    assert [id for id in found if found[id] != expected[id]] == []
+    assert weights(one) == weights(other)
+
+
+def assert_ledger(store: Store, config: Config) -> None:
+    """Every group is there once and whole, each agent was trained on all of them once, and versions have no gaps."""
+    groups = total_groups(config)
+    assert store.committed() == store.counts().groups == groups
+    assert store.counts().failed_rollouts == 0
+    for agent in config.learners:
+        published = store.publications(agent)
+        assert [id for p in published for id in p.consumed] == list(range(groups))
+        versions = [p.weights.version for p in published]
+        assert sorted(set(versions)) == list(range(max(versions) + 1)) and versions == sorted(versions)

@@ -1,8 +1,10 @@
-"""Small groups with their rewards, and weights, for tests of the store."""
+"""Small groups with their rewards, weights and leases, for tests of the store."""
 
 from __future__ import annotations
 
-from mgrpo.store.base import Store, WeightVersion
+from sqlalchemy import Connection
+
+from mgrpo.store.base import Lease, Store, WeightVersion
 from mgrpo.types import (
     Failure,
     Findings,
@@ -64,3 +66,18 @@ def commit(store: Store, *ids: int) -> None:
 def weights(version: int, agent: str = "planner", step: int | None = None) -> WeightVersion:
     number = version if step is None else step
     return WeightVersion(agent, version, f"weights/{agent}/{version}", f"sha256:{version}", number, "rl")
+
+
+class Clock:
+    """In the place of `ledger.clock`: seconds since the epoch, as they are set."""
+
+    now = 1e9
+
+    def __call__(self, connection: Connection) -> float:
+        return self.now
+
+
+def granted(store: Store, name: str = "learn/planner", owner: str = "a", seconds: float = 10.0) -> Lease:
+    lease = store.lease(name, owner, seconds)
+    assert lease is not None and (lease.name, lease.owner) == (name, owner)
+    return lease

@@ -26,7 +26,7 @@ _WEIGHTS = typer.Option(
     "--weights",
     metavar="URL",
     help="Where weights are kept: a path or any fsspec URL.",
-    show_default="as of --store",
+    show_default="the recipe's, else the run folder",
 )
 _NAME = typer.Option(
     None, "--name", help="Unique in the run. A part that comes back under its name takes up its work at once.",

@@ -20,6 +20,8 @@ generation, tools and grading together, and where the recipe asks for them::
 
     replaced_groups     that filter_groups replaced, since their rollouts were all worth the same
     dull_groups         that were no better after the last replacement, and were kept
+    short_groups        of which infrastructure left fewer than rollout.min_rollouts: seen, and worth nothing
+    name                the first of the groups, where a step is collected in several parts
     judge_calls, judge_cost, ...        what a judge that grades sub-answers was asked and what it cost
 
 ``learn`` holds, of one agent and one step. Its rows, and how they compare ("sft" compares nothing)::
@@ -27,6 +29,8 @@ generation, tools and grading together, and where the recipe asks for them::
     from_version        the agent's newest published weights during the step, which sampled the rows unless a teacher
                         did; what the step makes of them is published when its window ends
     seconds             of alignment, comparison and update
+    store_bytes         of its rows on their way from the store
+    staleness           versions between the oldest token of its rows and the newest weights; stale_groups: left out for it
     rows, row_weight    rows after alignment, and the sum of their weights
     groups              comparison groups; zero_variance_groups: of two or more with one reward, which teach nothing;
                         singleton_groups: of one, with nobody to compare with

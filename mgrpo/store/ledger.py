@@ -82,8 +82,8 @@ def renew(connection: Connection, lease: Lease, seconds: float) -> None:
 
 
 def release(connection: Connection, lease: Lease, done: bool) -> None:
-    """Give ``lease`` back, or close it for good. Nothing where it was lost: it is another's."""
-    mine = (leases.c.name == lease.name) & (leases.c.fence == lease.fence)
+    """Give ``lease`` back, or close it for good. Nothing where it was lost, since it is another's, or is closed."""
+    mine = (leases.c.name == lease.name) & (leases.c.fence == lease.fence) & ~leases.c.done
     connection.execute(update(leases).where(mine).values(done=True) if done else delete(leases).where(mine))
 
 

@@ -48,13 +48,15 @@ class SqlStore:
     # ------------------------------------------------------------ collect
 
     def committed(self) -> int:
-        query = select(groups.c.id).where(groups.c.id >= self._committed).order_by(groups.c.id)
+        reached = self._committed  # of this call alone: other threads count too
+        query = select(groups.c.id).where(groups.c.id >= reached).order_by(groups.c.id)
         with self._reading() as connection:
             for id in connection.execute(query).scalars():
-                if id != self._committed:
+                if id != reached:
                     break
-                self._committed += 1
-        return self._committed
+                reached += 1
+        self._committed = reached
+        return reached
 
     def missing(self, ids: range) -> list[int]:
         query = select(groups.c.id).where(groups.c.id.between(ids.start, ids.stop - 1))

@@ -4,6 +4,7 @@
 
     WeightStore(url, cache, outage_s=0.0)
     write(handle, fill) -> checksum              a version; ``fill(folder)`` writes its files into an empty folder
+    staging(handle) -> folder; put(folder, handle) -> checksum      its two halves, without its waiting and tidying
     get(handle, checksum, learner=False) -> folder          a local folder, every file of it verified
     exists(handle) -> bool; keep(handle, place); prune(agent, keep, in_use)
     handle_of(agent, version, fence) -> "weights/planner/v7-31"
@@ -31,9 +32,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -45,8 +46,9 @@ from mgrpo.store.files import Files, reason
 MANIFEST = "manifest.json"
 CACHED = 2  # versions of an agent that are kept of those fetched from elsewhere
 
+_DAMAGED = f"damaged (its sha256 is not the one in {MANIFEST})"
 _LOG = logging.getLogger("mgrpo.store")
-_VERSION = re.compile(r"(\.)?v(\d+)(?:-(\d+))?(?(1)\.\w+)")  # with a dot before and a word after it: being written
+_VERSION = re.compile(r"(\.)?v(\d+)(?:-(\d+))?(?(1)\.[\w.]+)")  # with a dot before and words after it: being written
 _FILE = re.compile(r"\w[\w.-]*")
 _LEARNERS = re.compile(r"learner\b.*")  # of no use to an engine
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST}
@@ -124,11 +126,12 @@ class WeightStore:
 
     def _upload(self, staged: Path, handle: str) -> None:
         names = [path.name for path in sorted(staged.iterdir()) if path.name != MANIFEST]
-        self._files.upload(staged, [*names, MANIFEST], handle)
+        self._files.upload(staged, names, MANIFEST, handle)
         folder = self._here(handle)  # who reads it on this machine need not fetch it
         folder.mkdir(parents=True, exist_ok=True)
-        for name in [*names, MANIFEST]:
-            (staged / name).replace(folder / name)
+        with suppress(FileNotFoundError):  # another process found it too old to keep
+            for name in [*names, MANIFEST]:
+                (staged / name).replace(folder / name)
         _evict(folder)
 
     def keep(self, handle: str, place: str) -> None:
@@ -146,11 +149,11 @@ class WeightStore:
         self.write(place, copy)
 
     def prune(self, agent: str, keep: int, in_use: Collection[int] = ()) -> None:
-        """Delete the versions of ``agent`` but the newest ``keep`` (at least 2), those ``in_use`` and what is being
-        written; and what was never published.
+        """Delete the versions of ``agent`` but the newest ``keep`` (at least 2) and those ``in_use``; and what nobody
+        published: numbers that were written again under a later lease, and what killed writers left.
 
-        A version was not published if one of the same or a smaller number was written under a later lease: that
-        learner began after the newest one published then. What cannot be deleted now is by the next call.
+        Whoever calls this, and however late, touches neither what was published last nor what is being written. What
+        cannot be deleted now is by the next call.
         """
         if keep < 2:
             raise ValueError(f"keep = {keep}: the newest version may not be published yet, so that 2 must stay")
@@ -158,10 +161,16 @@ class WeightStore:
         try:
             found = [written for name in self._files.names(folder) if (written := _written(name))]
             for written in _superfluous(found, keep, in_use):
-                self._files.remove(f"{folder}/{written.name}/{MANIFEST}")  # first: what is half gone is no version
-                self._files.remove(f"{folder}/{written.name}", folder=True)
+                self._remove(f"{folder}/{written.name}")
         except OSError as error:
             _LOG.warning("weights %s: old versions stay for now: %s", self._files.path(folder), reason(error))
+
+    def _remove(self, handle: str) -> None:
+        if self._files.local:
+            _delete(self._here(handle))
+        else:
+            self._files.remove(f"{handle}/{MANIFEST}")  # first: what is half gone is no version
+            self._files.remove(handle, folder=True)
 
     # ------------------------------------------------------------ reading
 
@@ -189,7 +198,7 @@ class WeightStore:
         """The local copy of a version; what is not there, or damaged, is fetched."""
         folder = self._here(handle)
         folder.mkdir(parents=True, exist_ok=True)
-        with _while_there(folder):
+        try:
             known = (folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else b""
             manifest = known if _sum(known) == checksum else self._manifest(handle, checksum)
             wanted = _listed(manifest, self._files.path(f"{handle}/{MANIFEST}"), learner)
@@ -197,22 +206,24 @@ class WeightStore:
                 self._fetch(handle, name, wanted[name])
             if known != manifest:
                 self._fetch(handle, MANIFEST, _sum(manifest))
+        except FileNotFoundError as error:
+            raise _deleted(folder) from error
         _evict(folder)
         return folder
 
     def _fetch(self, handle: str, name: str, expected: str) -> None:
         """Under a name of its own first, so that processes which fetch the same file do not meet."""
-        source, folder = self._files.path(f"{handle}/{name}"), self._here(handle)
+        source, folder = f"{handle}/{name}", self._here(handle)
         arriving = folder / f".{name}.{secrets.token_hex(6)}"
         try:
-            self._files.download(f"{handle}/{name}", arriving)
-            for fault in _faults(folder, {arriving.name: expected}).values():
-                raise CheckpointError(f"{source}: {fault}; restore it")
+            self._files.download(source, arriving)
+            if _sha256(arriving) != expected:
+                raise CheckpointError(f"{self._files.path(source)}: {_DAMAGED}; restore it")
             arriving.replace(folder / name)
         except FileNotFoundError as error:
-            if not folder.is_dir():
+            if self._files.exists(source):
                 raise
-            raise CheckpointError(f"{source}: missing; restore it") from error
+            raise CheckpointError(f"{self._files.path(source)}: missing; restore it") from error
         finally:
             arriving.unlink(missing_ok=True)
 
@@ -247,15 +258,14 @@ def _written(name: str) -> _Written | None:
     return _Written(int(match[2]), int(match[3] or 0), name) if match else None
 
 
-def _superfluous(found: Iterable[_Written], keep: int, in_use: Collection[int]) -> list[_Written]:
-    """Those that `WeightStore.prune` deletes, oldest first."""
-    every = sorted(found)
-    placed = [one for one in every if not one.name.startswith(".")]
+def _superfluous(found: Collection[_Written], keep: int, in_use: Collection[int]) -> list[_Written]:
+    """Those that `WeightStore.prune` deletes."""
+    placed = sorted(one for one in found if not one.name.startswith("."))
+    kept = {*sorted({one.version for one in placed})[-keep:], *in_use}
+    real = {one.version: one for one in placed if one.version in kept}  # of a number the one of the latest fence
     last_fence = max((one.fence for one in placed), default=0)
-    overtaken = {one for one in placed for other in placed if other.fence > one.fence and other.version <= one.version}
-    kept = {*sorted({one.version for one in placed if one not in overtaken})[-keep:], *in_use}
-    left = [one for one in every if one.name.startswith(".") and one.fence < last_fence]
-    return left + [one for one in placed if one in overtaken or one.version not in kept]
+    left = [one for one in found if one.name.startswith(".") and one.fence < last_fence]
+    return left + [one for one in placed if one not in real.values()]
 
 
 def _evict(folder: Path) -> None:
@@ -263,7 +273,7 @@ def _evict(folder: Path) -> None:
     found = [written for path in folder.parent.iterdir() if (written := _written(path.name))]
     own = {written.version for written in found if written.name == folder.name}
     for written in _superfluous(found, CACHED, own) if own else ():
-        shutil.rmtree(folder.parent / written.name, ignore_errors=True)
+        _delete(folder.parent / written.name)
 
 
 # ---------------------------------------------------------------- contents
@@ -304,7 +314,7 @@ def _faults(folder: Path, wanted: Mapping[str, str]) -> dict[str, str]:
             return "missing"
         except OSError as error:
             return f"not readable ({reason(error)})"
-        return "" if same else f"damaged (its sha256 is not the one in {MANIFEST})"
+        return "" if same else _DAMAGED
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return {name: wrong for name, wrong in zip(wanted, pool.map(fault, wanted), strict=True) if wrong}
@@ -327,7 +337,21 @@ def _while_there(folder: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         if folder.is_dir():
             raise
-        raise OSError(errno.EAGAIN, f"{folder} was deleted by another process") from error
+        raise _deleted(folder) from error
+
+
+def _deleted(folder: Path) -> OSError:
+    return OSError(errno.EAGAIN, f"{folder} was deleted by another process")
+
+
+def _delete(folder: Path) -> None:
+    """All at once for whoever looks; what a kill leaves has the name of a version that is being written."""
+    gone = folder.with_name(f"{'' if folder.name.startswith('.') else '.'}{folder.name}.{secrets.token_hex(6)}")
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:  # another process did it
+        return
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _make(folder: Path) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from store_samples import Clock
 
+from mgrpo.store import ledger
 from mgrpo.store.base import RunInfo, Store
 from mgrpo.store.opening import open_store
 
@@ -40,3 +42,11 @@ def store(opener: Opener) -> Iterator[Store]:
     opened = opener()
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The database's clock, as the test sets it."""
+    made = Clock()
+    monkeypatch.setattr(ledger, "clock", made)
+    return made

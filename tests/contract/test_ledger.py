@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
-from store_samples import commit, group, rewards_of, weights
+from store_samples import Clock, granted, group, rewards_of, weights
 
-import mgrpo
 from mgrpo.errors import LeaseLost
-from mgrpo.store import ledger
-from mgrpo.store.base import Counts, Lease, Part, PartKind, RunInfo, Store
+from mgrpo.store.base import Lease, Part, PartKind, RunInfo, Store
 from mgrpo.store.opening import open_store
 from mgrpo.store.sql import SqlStore
 
 Opener = Callable[[], Store]
-
-
-class Clock:
-    """The database's, as the test sets it."""
-
-    now = 1e9
-
-    def __call__(self, connection: Connection) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(ledger, "clock", made)
-    return made
-
-
-def granted(store: Store, name: str = "learn/planner", owner: str = "a", seconds: float = 10.0) -> Lease:
-    lease = store.lease(name, owner, seconds)
-    assert lease is not None and (lease.name, lease.owner) == (name, owner)
-    return lease
 
 
 # ---------------------------------------------------------------- who gets it

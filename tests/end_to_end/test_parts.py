@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts_running import Parts
+from parts_running import Parts, assert_ledger, assert_same_run, trajectories, weights
 from tiny_recipe import REINFORCE, WARM_UP, table, warmed_team
 
 from mgrpo.config import Config, resolve
 from mgrpo.store.base import Store
-from mgrpo.types import TrajectoryId
 
 STEPS, GROUPS, K = 4, 2, 3
 TAUGHT = WARM_UP | {"steps": 2, "weight_sync_steps": 2, "groups_per_step": 2}
 STAGE = REINFORCE | {"steps": STEPS, "groups_per_step": GROUPS, "num_generations": K}
 TAUGHT_GROUPS = 4
-TOTAL = TAUGHT_GROUPS + STEPS * GROUPS
 SHORT = {"questions": 1, "tasks": {"split": "test"}, "examples": 0, "closed_book": False}
 WAITING = {"store_timeout_s": 120.0, "outage_timeout_s": 120.0, "lease_s": 2.0}
-AGENTS = ("planner", "searcher")
 
 
 def recipe(**options: Any) -> Config:
@@ -33,63 +30,28 @@ def recipe(**options: Any) -> Config:
     return resolve(made | options)
 
 
-# ---------------------------------------------------------------- what is compared
-
-
-def weights(store: Store) -> dict[str, list[tuple[int, str, int, int]]]:
-    """Of each agent's publications the version, the sum over all its files, and the groups consumed."""
-    return {
-        agent: [
-            (p.weights.version, p.weights.checksum, p.consumed.start, p.consumed.stop)
-            for p in store.publications(agent)
-        ]
-        for agent in AGENTS
-    }
-
-
-def sampled(store: Store) -> dict[TrajectoryId, Any]:
-    """Every token of every group with its probability, its version, and what it was worth."""
-    found = {}
-    for id in range(store.committed()):
-        group, rewards = store.group(id)
-        for trajectory in (t for rollout in group.rollouts for t in rollout.trajectories):
-            turns = [(t.context_ids, t.token_ids, t.logprobs, t.version, t.reply) for t in trajectory.turns]
-            found[trajectory.id] = (trajectory.parent, turns, trajectory.ending, rewards[trajectory.id])
-    return found
-
-
-def assert_same_run(one: Store, other: Store) -> None:
-    assert sampled(one) == sampled(other)
-    assert weights(one) == weights(other)
-
-
-def assert_ledger(store: Store, groups: int = TOTAL) -> None:
-    """Every group is there once, all were trained on once by each agent, and versions have no gaps."""
-    assert store.committed() == store.counts().groups == groups
-    for agent in AGENTS:
-        published = store.publications(agent)
-        assert [id for p in published for id in p.consumed] == list(range(groups))
-        versions = [p.weights.version for p in published]
-        assert sorted(set(versions)) == list(range(max(versions) + 1)) and versions == sorted(versions)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """The store of the run of one process."""
-    with Parts(tmp_path_factory.mktemp("alone"), recipe()) as parts:
+def trained_alone(home: Path, config: Config) -> Iterator[Store]:
+    with Parts(home, config) as parts:
         parts.start("train")
         parts.complete()
         yield parts.store
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """The store of the run of one process."""
+    yield from trained_alone(tmp_path_factory.mktemp("alone"), recipe())
+
+
 def test_the_run_that_all_are_compared_with_delegates_searches_and_learns(alone: Store) -> None:
-    assert_ledger(alone)
-    found = [alone.group(id)[0] for id in range(TOTAL)]
-    for groups in (found[:TAUGHT_GROUPS], found[TAUGHT_GROUPS:]):
-        turns = [t for g in groups for r in g.rollouts for trajectory in r.trajectories for t in trajectory.turns]
+    config = recipe()
+    assert_ledger(alone, config)
+    groups = [alone.group(id)[0] for id in range(alone.committed())]
+    for stage in (groups[:TAUGHT_GROUPS], groups[TAUGHT_GROUPS:]):
+        turns = [turn for group in stage for trajectory in trajectories(group) for turn in trajectory.turns]
         called = {call.name for turn in turns for call in turn.reply.calls}
         assert {"searcher", "search", "visit"} <= called
-    assert all(len({checksum for _, checksum, *_ in weights(alone)[agent]}) == 2 + STEPS for agent in AGENTS)
+    assert all(len({checksum for _, checksum, *_ in weights(alone)[agent]}) == 2 + STEPS for agent in config.learners)
 
 
 # ---------------------------------------------------------------- one process, several, several that die
@@ -113,3 +75,48 @@ def test_parts_that_die_once_each_train_what_one_process_trains(alone: Store, tm
             parts.start(*name.removesuffix("-0").split("-"), name=name)
         parts.complete()
         assert_same_run(parts.store, alone)
+
+
+# ---------------------------------------------------------------- who comes late and who leaves early
+
+
+def test_a_collector_comes_late_and_another_leaves_early(tmp_path: Path) -> None:
+    config = recipe(rollout={"groups_per_lease": 1})
+    with Parts(tmp_path / "parts", config) as parts:
+        running = parts.all()
+        parts.committed(TAUGHT_GROUPS + GROUPS)
+        running["learn-planner"].pause()  # no window begins without it
+        late = parts.start("collect", name="collect-1")
+        parts.until(lambda: parts.part("collect-1"), "collect-1 to be there")
+        running["learn-planner"].go_on()
+        parts.until(lambda: parts.records("collect", "collect-1"), "collect-1 to commit a group")
+        assert running["collect-0"].stop() == 130
+        parts.complete()
+        assert late.code == 0 and parts.part("collect-0") is None
+        assert_ledger(parts.store, config)
+        who = [sum(record["rollouts"] for record in parts.records("collect", f"collect-{i}")) for i in range(2)]
+        assert min(who) > 0 and sum(who) == TAUGHT_GROUPS + STEPS * GROUPS * K
+        for store in trained_alone(tmp_path / "alone", config):
+            assert_same_run(parts.store, store)
+
+
+def test_a_replica_of_an_engine_comes_and_another_leaves_whether_it_says_so_or_not(tmp_path: Path) -> None:
+    config = recipe(max_staleness=1, stages=[STAGE | {"steps": 6}])
+    with Parts(tmp_path, config) as parts:
+        running = parts.all()
+        parts.committed(GROUPS)
+        for owner in config.learners:
+            running[f"learn-{owner}"].pause()
+        for owner in config.learners:
+            parts.start("serve", owner, name=f"serve-{owner}-1")
+            parts.serves(f"serve-{owner}-1", 0)
+        for owner in config.learners:
+            running[f"learn-{owner}"].go_on()
+        there = parts.store.committed()
+        parts.committed(there + GROUPS)  # by all four
+        assert running["serve-planner-0"].stop() == 130
+        running["serve-searcher-0"].kill()
+        parts.complete()
+        assert_ledger(parts.store, config)
+        last = trajectories(parts.store.group(6 * GROUPS - 1)[0])
+        assert {trajectory.id.agent for trajectory in last} == set(config.agents)
