@@ -24,6 +24,7 @@ from mgrpo.policy.update import Policy, Schedule
 from mgrpo.session import Metrics, Session
 from mgrpo.store.base import Lease, WeightVersion
 from mgrpo.store.waiting import wait
+from mgrpo.store.weights import handle_of
 from mgrpo.types import Row, Share
 
 
@@ -210,10 +211,8 @@ class Learner:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         assert self._lease is not None
-        handle = f"weights/{self.owner}/v{version}-{self._lease.fence}"
-        staged = self.session.weights.staging(handle)
-        checkpoint.save(self.policy, staged, stage)
-        checksum = self.session.weights.put(staged, handle)
+        handle = handle_of(self.owner, version, self._lease.fence)
+        checksum = self.session.weights.write(handle, partial(checkpoint.save, self.policy, stage=stage))
         weights = WeightVersion(self.owner, version, handle, checksum, step, stage)
         self.session.store.publish(weights, consumed, metrics, self._lease)
 

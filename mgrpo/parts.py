@@ -37,6 +37,7 @@ from mgrpo.errors import CheckpointError, InfrastructureError, UserError
 from mgrpo.run import Hold, RunFolder
 from mgrpo.session import RENEWALS, Session
 from mgrpo.store.base import Part, Store, WeightVersion
+from mgrpo.store.weights import WeightStore
 from mgrpo.team import Team, chat_of, complete, engine_of, tools_of
 from mgrpo.tools.base import Tool
 from mgrpo.tools.remote import RemoteTool, ToolServers
@@ -124,7 +125,8 @@ def _remote_team(session: Session) -> Iterator[Team]:
     tools: dict[str, Tool] = tools_of(config)
     if config.launch.tool_server:
         servers = ToolServers(_ToolUrls(session.store), client)
-        tools = {name: RemoteTool(tool, servers, AgentLimits().tool_timeout_s) for name, tool in tools.items()}
+        seconds = AgentLimits().tool_timeout_s - 1.0  # so that the cause is told, and not only that time was up
+        tools = {name: RemoteTool(tool, servers, seconds) for name, tool in tools.items()}
     with Team(config, session.folder.models(config), engines, tools) as team:
         try:
             yield team
@@ -178,7 +180,8 @@ def serve_part(config: Config, folder: Path, owner: str, name: str, host: str, p
         words = json.loads((model / "config.json").read_text(encoding="utf-8")).get("vocab_size")
         longest = max(hold.config.agents[user].max_context for user in hold.config.sharing(owner))
         limits = Limits(prompt_tokens=longest, new_tokens=longest, vocabulary=words)
-        complete(_EngineServer(hold, owner, engine, name).run(host, port, limits))
+        weights = RunFolder(folder).weight_store(hold.config, hold.store.run, outage_s=0.0)  # it looks again by itself
+        complete(_EngineServer(hold, weights, owner, engine, name).run(host, port, limits))
 
 
 def tools_part(config: Config, folder: Path, name: str, host: str, port: int) -> None:
@@ -213,8 +216,8 @@ async def _serve_tools(hold: Hold, name: str, host: str, port: int) -> None:
 class _EngineServer:
     """One engine, what it serves at the moment, and what keeps it at the newest weights."""
 
-    def __init__(self, hold: Hold, owner: str, engine: Engine, name: str) -> None:
-        self._store, self._weights, self._lease_s = hold.store, hold.weights, hold.config.lease_s
+    def __init__(self, hold: Hold, weights: WeightStore, owner: str, engine: Engine, name: str) -> None:
+        self._store, self._weights, self._lease_s = hold.store, weights, hold.config.lease_s
         self._learns = owner in hold.config.learners
         self._engine = engine
         self._part = Part(name, "engine", owner, instance=secrets.token_hex(8))

@@ -70,8 +70,11 @@ class RunFolder:
         """Where the run's store is: MGRPO_STORE, which may hold a password, else what the recipe says, else a file."""
         return os.environ.get(STORE_VARIABLE) or config.store or self.store_file
 
-    def weight_store(self, config: Config) -> WeightStore:
-        return WeightStore(config.weights or self.path, cache=self.path / "cache")
+    def weight_store(self, config: Config, run: RunInfo, outage_s: float | None = None) -> WeightStore:
+        """Where the run's weights are: in its folder, or below the recipe's URL, which other runs may use too."""
+        outage_s = config.outage_timeout_s if outage_s is None else outage_s
+        place = f"{config.weights.rstrip('/')}/{config.name}-{run.created:.0f}" if config.weights else self.path
+        return WeightStore(place, self.path / "cache", outage_s)
 
     def begin(self, config: Config, resume: bool) -> Hold:
         """Make the folder, or go on with it, for this process alone.
@@ -96,7 +99,8 @@ class RunFolder:
             lock = self._lock(alone)
             try:
                 with self._beginning():
-                    return Hold(config, self._write(config), self.weight_store(config), lock, alone)
+                    store = self._write(config)
+                    return Hold(config, store, self.weight_store(config, store.run), lock, alone)
             except BaseException:
                 lock.close()
                 raise
@@ -105,7 +109,7 @@ class RunFolder:
         """The recipe as the run keeps it, in a file that others may read. Writes nothing."""
         if config.store is not None:
             refuse_password(config.store, "store")
-        self.weight_store(config)  # raises as that does
+        self.weight_store(config, RunInfo(config.seed))  # raises as that does
         threads = os.cpu_count() or 1
         if self.config_file.exists():
             if not resume:
@@ -170,7 +174,7 @@ class RunFolder:
     def published(self, store: Store, agent: str, version: int | None = None) -> WeightVersion:
         """The newest weights of a trained agent, or those of ``version``. Raises DataError where they are not there."""
         every = {p.weights.version: p.weights for p in store.publications(agent)}
-        place = self.weight_store(load(self.config_file))
+        place = self.weight_store(load(self.config_file), store.run)
         kept = [number for number, weights in every.items() if place.exists(weights.handle)]
         chosen = max(every, default=None) if version is None else version
         if chosen is None or (chosen not in kept and version is not None):

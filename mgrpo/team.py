@@ -76,7 +76,7 @@ class Team:
             team = cls(config, folder.models(config))
             for name in config.learners:
                 weights = folder.published(store, name, version)
-                complete(team.serve(name, weights, folder.weight_store(config)))
+                complete(team.serve(name, weights, folder.weight_store(config, store.run)))
         finally:
             store.close()
         return team
@@ -366,6 +366,6 @@ def tokenizer_of(folder: Path) -> Any:
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):  # transformers would make an empty one up
         raise DataError(f"model folder {folder}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy it there")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"model folder {folder}: no tokenizer: {str(error).splitlines()[0]}") from error

@@ -293,9 +293,9 @@ def export(
         if owner not in config.learners:
             raise UserError(f"{run}: agent {agent!r} was not trained; its model is {config.agents[owner].model}")
         weights = runs.published(store, owner, version)
+        verified = runs.weight_store(config, store.run).get(weights.handle, weights.checksum)
     finally:
         store.close()
-    verified = runs.weight_store(config).get(weights.handle, weights.checksum)
     export_(verified, tokenizer_of(runs.models(config)[owner]), folder)
     print(f"{agent} version {weights.version} of {run} is in {folder}")
 

@@ -30,7 +30,7 @@ generation, tools and grading together, and where the recipe asks for them::
                         did; what the step makes of them is published when its window ends
     seconds             of alignment, comparison and update
     store_bytes         of its rows on their way from the store
-    staleness           versions between the oldest token of its rows and the newest weights; stale_groups: left out for it
+    staleness           versions from the oldest token of its rows to the newest weights; stale_groups: left out for it
     rows, row_weight    rows after alignment, and the sum of their weights
     groups              comparison groups; zero_variance_groups: of two or more with one reward, which teach nothing;
                         singleton_groups: of one, with nobody to compare with

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from sqlalchemy import Connection, Engine, Select, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -30,6 +31,9 @@ class SqlStore:
         self._engine = engine
         self._writer = engine.execution_options(writes=True)
         self._run = run
+        self._insert_new = _insert_new(engine.dialect.name)
+        # Run by the driver as it is: what SQLAlchemy does to each of these values takes longer than their database.
+        self._insert = insert(trajectories).compile(dialect=engine.dialect)
         self._committed = 0  # a lower bound of committed(); groups are never deleted
 
     @property
@@ -44,6 +48,11 @@ class SqlStore:
 
     def _writing(self) -> AbstractContextManager[Connection]:
         return self._writer.begin()
+
+    def _ordered(self, found: list[rows.Columns]) -> Any:
+        """Rows of trajectories as the driver wants them: by position, or by name."""
+        order = self._insert.positiontup
+        return found if order is None else [tuple([row[name] for name in order]) for row in found]
 
     # ------------------------------------------------------------ collect
 
@@ -76,9 +85,9 @@ class SqlStore:
         with self._writing() as connection:
             if lease is not None:
                 ledger.check(connection, lease)
-            fresh = connection.execute(_insert_new(connection.dialect.name), heads).scalars().all()
+            fresh = connection.execute(self._insert_new, heads).scalars().all()
             if fresh_rows := [row for id in fresh for row in nodes[id]]:
-                connection.execute(insert(trajectories), fresh_rows)
+                connection.exec_driver_sql(str(self._insert), self._ordered(fresh_rows))
 
     def trained(self, agent: str) -> int:
         with self._reading() as connection:

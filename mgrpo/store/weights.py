@@ -4,7 +4,6 @@
 
     WeightStore(url, cache, outage_s=0.0)
     write(handle, fill) -> checksum              a version; ``fill(folder)`` writes its files into an empty folder
-    staging(handle) -> folder; put(folder, handle) -> checksum      its two halves, without its waiting and tidying
     get(handle, checksum, learner=False) -> folder          a local folder, every file of it verified
     exists(handle) -> bool; keep(handle, place); prune(agent, keep, in_use)
     handle_of(agent, version, fence) -> "weights/planner/v7-31"
@@ -80,18 +79,18 @@ class WeightStore:
         """
 
         def attempt() -> str:
-            staged = self.staging(handle)
+            staged = self._staging(handle)
             try:
                 with _while_there(staged):
                     fill(staged)
-                    return self.put(staged, handle)
+                    return self._put(staged, handle)
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
 
         return self._files.outlast(f"writing {handle}", attempt)
 
-    def staging(self, handle: str) -> Path:
-        """A new empty local folder to write a version into, from where `put` can move it."""
+    def _staging(self, handle: str) -> Path:
+        """A new empty local folder to write a version into, from where `_put` can move it."""
         place = self._here(handle)
         _make(place.parent)
         for left in place.parent.glob(f".{escape(place.name)}.*"):
@@ -100,7 +99,7 @@ class WeightStore:
         staged.mkdir()
         return staged
 
-    def put(self, staged: Path, handle: str) -> str:
+    def _put(self, staged: Path, handle: str) -> str:
         """Move the finished folder ``staged`` to ``handle`` and return its checksum. Raises OSError; see `write`."""
         manifest = _seal(staged)
         found = self._files.read(f"{handle}/{MANIFEST}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ _WORD = re.compile(r"\w+")
 _LINK_TARGET = re.compile(r"\]\([^)]*\)")  # URLs would count the names in them again
 _SNIPPET_WORDS = 20
 _INDEXES_KEPT = 64  # one per corpus; a step of training touches a few dozen
+_LONG = 500_000  # characters, which take some 50 ms to index
 
 
 class Settings(BaseModel, extra="forbid"):
@@ -117,28 +119,46 @@ class Search:
         self._k = k
         self._style = style
         self._indexes: OrderedDict[str, Index] = OrderedDict()
+        self._building: dict[str, asyncio.Task[Index]] = {}
 
     async def __call__(self, arguments: Mapping[str, Any], context: CallContext) -> ToolResult:
         queries = strings(arguments.get("query"))
         if queries is None:
             return ToolResult("error : search needs a query", error="search needs a query: a string or strings")
         corpus = corpus_at_hand(context, self.name)
-        listed = [self._write(query, self._hits(corpus, query)) for query in queries]
+        index = await self._index(corpus)
+        listed = [self._write(query, self._hits(corpus, index, query)) for query in queries]
         return ToolResult((" ; " if self._style == "compact" else "\n=======\n").join(listed))
 
-    def _hits(self, corpus: Corpus, query: str) -> list[SearchHit]:
-        hits = self._index(corpus).hits(query, self._k)
+    def _hits(self, corpus: Corpus, index: Index, query: str) -> list[SearchHit]:
+        hits = index.hits(query, self._k)
         if isinstance(corpus.pages, WorldPages):
             return corpus.pages.order(hits, f"{corpus.name}/{query}")
         return hits
 
-    def _index(self, corpus: Corpus) -> Index:
-        index = self._indexes.get(corpus.name)
-        if index is None:
-            index = self._indexes[corpus.name] = Index(list(corpus.pages.values()))
-            if len(self._indexes) > _INDEXES_KEPT:
-                self._indexes.popitem(last=False)
-        self._indexes.move_to_end(corpus.name)
+    async def _index(self, corpus: Corpus) -> Index:
+        """Of a long corpus it is built in a thread, once however many calls wait for it."""
+        name = corpus.name
+        if name in self._indexes:
+            self._indexes.move_to_end(name)
+            return self._indexes[name]
+        if name not in self._building:
+            pages = list(corpus.pages.values())
+            if sum(len(page.text) for page in pages) < _LONG:
+                return self._keep(name, Index(pages))
+            task = self._building[name] = asyncio.create_task(asyncio.to_thread(Index, pages))
+            task.add_done_callback(lambda task: self._built(name, task))
+        return await asyncio.shield(self._building[name])
+
+    def _built(self, name: str, task: asyncio.Task[Index]) -> None:
+        del self._building[name]
+        if not task.cancelled() and task.exception() is None:
+            self._keep(name, task.result())
+
+    def _keep(self, name: str, index: Index) -> Index:
+        self._indexes[name] = index
+        if len(self._indexes) > _INDEXES_KEPT:
+            self._indexes.popitem(last=False)
         return index
 
     def _write(self, query: str, hits: Sequence[SearchHit]) -> str:

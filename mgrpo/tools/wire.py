@@ -67,7 +67,7 @@ def context_of(sent: Context, corpus: Corpus | None) -> CallContext:
 def corpus_body(corpus: Corpus) -> msgspec.Raw:
     faults = None
     if isinstance(corpus.pages, WorldPages):
-        faults = Faults(corpus.pages._failing_tools, corpus.pages._shuffle_hits)
+        faults = Faults(corpus.pages.failing_tools, corpus.pages.shuffle_hits)
     return _plain(Pages(corpus.name, list(corpus.pages.values()), faults))
 
 

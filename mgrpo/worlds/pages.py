@@ -34,8 +34,8 @@ class WorldPages(Mapping[str, Page]):
 
     def __init__(self, pages: Mapping[str, Page], failing_tools: float = 0.0, shuffle_hits: bool = False) -> None:
         self._pages = pages
-        self._failing_tools = failing_tools
-        self._shuffle_hits = shuffle_hits
+        self.failing_tools = failing_tools
+        self.shuffle_hits = shuffle_hits
 
     def __getitem__(self, url: str) -> Page:
         return self._pages[url]
@@ -48,11 +48,11 @@ class WorldPages(Mapping[str, Page]):
 
     def fails(self, key: str) -> bool:
         """Whether the call named ``key`` meets an infrastructure failure: always the same answer for one key."""
-        return self._failing_tools > 0 and zlib.crc32(key.encode()) < self._failing_tools * 2**32
+        return self.failing_tools > 0 and zlib.crc32(key.encode()) < self.failing_tools * 2**32
 
     def order(self, hits: Sequence[T], key: str) -> list[T]:
         """Best first, or in an order that depends on ``key`` (world and query) alone."""
-        return random.Random(key).sample(hits, len(hits)) if self._shuffle_hits else list(hits)
+        return random.Random(key).sample(hits, len(hits)) if self.shuffle_hits else list(hits)
 
 
 def corpus_of(world: World, name: str) -> Corpus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -275,6 +276,21 @@ def test_callers_that_give_up_do_not_stop_a_corpus_on_its_way() -> None:
             assert app.paths.count("/corpora") == 1
 
     asyncio.run(main())
+
+
+def test_a_long_corpus_is_indexed_once_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[threading.Thread] = []
+    index = search.Index
+    monkeypatch.setattr(search, "Index", lambda pages: built.append(threading.current_thread()) or index(pages))
+    monkeypatch.setattr(search, "_LONG", 10)
+
+    async def main() -> None:
+        async with remote(search.Settings().build(), Traffic(search.Settings().build())) as (tool, _):
+            calls = [tool({"query": "Tarn"}, context(SMALL, turn=turn)) for turn in range(6)]
+            assert len({result.text for result in await asyncio.gather(*calls)}) == 1
+
+    asyncio.run(main())
+    assert len(built) == 1 and built[0] is not threading.main_thread()
 
 
 # ---------------------------------------------------------------- outages
