@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from typing import Any
 
 from mgrpo.agents.rollout import Team as ActingTeam
 from mgrpo.config.windows import Window, cohorts, total_groups, total_steps
-from mgrpo.errors import EngineLost, LeaseLost
+from mgrpo.errors import EngineLost, EngineTimeout, LeaseLost
 from mgrpo.evaluate import Evaluation, evaluate
 from mgrpo.gather import Gathered, gather
 from mgrpo.session import Session
 from mgrpo.store.base import Lease, WeightVersion
 from mgrpo.store.waiting import wait
 from mgrpo.team import Team
+
+LOST_PAUSE_S = 0.5  # before what lost its engines begins again
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Collector:
         self.session, self.team, self.config = session, team, session.config
         self._windows = tuple(session.windows(0))
         self._total = total_groups(self.config)
+        self._lost: tuple[float, float] | None = None  # since the last commit: when engines were lost first, and last
 
     # ------------------------------------------------------------ what is next
 
@@ -48,6 +52,8 @@ class Collector:
         """What this process is to collect, until every group of the run is committed."""
         self.session.keep_alive()
         while True:
+            if self._lost is not None:
+                await asyncio.sleep(LOST_PAUSE_S)
             found = await wait(self._next, self._waiting_for, self.config.store_timeout_s)
             if found == "none left":
                 return
@@ -98,13 +104,25 @@ class Collector:
 
     @contextmanager
     def surviving(self, work: Work) -> Iterator[None]:
-        """Work whose lease or engine is lost goes back, to be collected again; its lease ends with it."""
+        """Work whose lease or engine is lost goes back, to be collected again; its lease ends with it.
+
+        Raises EngineTimeout where engines are there and are lost again and again.
+        """
         try:
             yield
         except (LeaseLost, EngineLost) as error:
-            self.session.reporter.warn(f"groups {work.groups.start} to {work.groups.stop - 1} go back: {error}")
+            self._again(f"groups {work.groups.start} to {work.groups.stop - 1} go back", error)
         finally:
             self.session.release(work.lease)
+
+    def _again(self, what: str, error: LeaseLost | EngineLost) -> None:
+        seconds, now = self.config.outage_timeout_s, time.monotonic()
+        if isinstance(error, EngineLost):
+            first, last = self._lost or (now, now)
+            self._lost = (first if now - last < seconds else now), now
+            if now - self._lost[0] >= seconds:
+                raise EngineTimeout(f"engines were lost again and again for {seconds:g} s, the last time: {error}")
+        self.session.reporter.warn(f"{what}: {error}")
 
     # ------------------------------------------------------------ who acts
 
@@ -143,6 +161,7 @@ class Collector:
     async def commit(self, work: Work, gathered: Gathered, seconds: float) -> None:
         """Write the groups, unless the lease was lost, and say what they were like."""
         await asyncio.to_thread(self.session.store.commit, gathered.groups, gathered.rewards, work.lease)
+        self._lost = None
         whole = len(work.groups) == len(work.window.groups)
         name = None if whole else f"g{work.groups.start}"
         self.session.reporter.collected(
@@ -178,9 +197,19 @@ class Collector:
         lease = await wait(mine, "another collector to evaluate the last weights", self.config.store_timeout_s)
         if isinstance(lease, Lease):
             self.session.show_stage(self._windows[-1])
+            while not await self._evaluated_after():
+                await asyncio.sleep(LOST_PAUSE_S)
+            self.session.release(lease, done=True)
+
+    async def _evaluated_after(self) -> bool:
+        """Whether the engines lasted."""
+        try:
             await self._serve_newest(None)
             await self.evaluate_fully("after", total_steps(self.config))
-            self.session.release(lease, done=True)
+        except EngineLost as error:
+            self._again("the last evaluation begins again", error)
+            return False
+        return True
 
     async def evaluate_fully(self, when: str, step: int) -> None:
         """The same test questions sampled and greedy, and the first few rollouts shown."""

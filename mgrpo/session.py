@@ -22,7 +22,7 @@ from typing import Any
 from mgrpo.agents.rollout import Watcher
 from mgrpo.config import Config, StageConfig
 from mgrpo.config.windows import Window, stage_start, total_groups, total_steps, windows
-from mgrpo.errors import LeaseLost
+from mgrpo.errors import LeaseLost, StoreUnavailable
 from mgrpo.report.reporter import Reporter
 from mgrpo.report.summary import seconds_before
 from mgrpo.run import RunFolder
@@ -110,6 +110,8 @@ class Session:
                     await asyncio.to_thread(self.store.renew, lease, self.config.lease_s)
                 except LeaseLost:
                     self._leases.discard(lease)
+                except StoreUnavailable:  # it may come back before another takes the lease
+                    continue
 
     # ------------------------------------------------------------ what there is to do
 

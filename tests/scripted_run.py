@@ -19,6 +19,7 @@ from mgrpo.collecting import Collector
 from mgrpo.config import Config, StageConfig, resolve
 from mgrpo.config.windows import Window
 from mgrpo.engines.base import Completion, Request
+from mgrpo.errors import StoreTimeout
 from mgrpo.learning import Learner
 from mgrpo.report.reporter import Reporter
 from mgrpo.session import Session
@@ -124,6 +125,28 @@ def prompts_of(store: Store, groups: range) -> tuple[str, ...]:
 def trained_prompts(store: Store, owner: str = "planner") -> list[str]:
     """What each group that was trained on asked, in that order, by what is published."""
     return [name for p in store.publications(owner) for name in prompts_of(store, p.consumed)]
+
+
+def collect_until_waiting(session: Session, most: int = 1000, team: ScriptedTeam | None = None) -> list[range]:
+    """The cohorts that one collector is given, and commits, until it has to wait; at most so many."""
+    acting: Any = team or ScriptedTeam(session.config)
+    found: list[range] = []
+
+    async def main() -> None:
+        collector = Collector(session, acting)
+        async for work in collector.work():
+            gathered = await collector.gather(work, await collector.serve(work))
+            await collector.commit(work, gathered, 0.0)
+            session.release(work.lease)
+            found.append(work.groups)
+            if len(found) == most:
+                return
+
+    try:
+        asyncio.run(main())
+    except StoreTimeout:
+        assert len(found) < most
+    return found
 
 
 def run_to_the_end(session: Session, team: ScriptedTeam | None = None) -> list[tuple[int, tuple[str, ...]]]:

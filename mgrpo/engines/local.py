@@ -27,6 +27,7 @@ class Local:
         self._decoder = decoder
         self._version = version
         self._one_at_a_time = threading.Lock()  # a call that ran out of time goes on in its thread, to its next token
+        self._over: list[TrajectoryId] = []  # since the last batch
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
         abandoned = threading.Event()
@@ -41,12 +42,15 @@ class Local:
 
     def release(self, id: TrajectoryId) -> None:
         self._decoder.forget(id)
+        self._over.append(id)  # a call that ran out of time can still cache a turn of it
 
     async def close(self) -> None:
         self._decoder.forget()
 
     def _decode(self, requests: Sequence[Request], abandoned: threading.Event) -> list[Completion]:
         with self._one_at_a_time:
+            while self._over:
+                self._decoder.forget(self._over.pop())
             return self._decoder.decode(requests, self._version, abandoned) if requests else []
 
     def _load(self, version: int, handle: str) -> None:

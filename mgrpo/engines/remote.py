@@ -12,6 +12,7 @@ Nothing is pushed: servers find new weights by themselves, and every completion 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +95,7 @@ class Remote:
         self._extended = extended
         self._messages = messages
         self._calls_per_replica = calls_per_replica
+        self._name = secrets.token_hex(8)  # by which servers tell its trajectories from those of other clients
         self._wanted = 0
         self._known: dict[str, Replica] = {}  # by name
         self._looked = -float("inf")  # when `_known` was read
@@ -161,7 +163,7 @@ class Remote:
         for replica in self._known.values():
             if ids := released.get(replica.key):
                 try:
-                    await self._client.post(f"{replica.url}/release", {"ids": ids}, _HEALTH_S)
+                    await self._client.post(f"{replica.url}/release", {"ids": ids, "client": self._name}, _HEALTH_S)
                 except WebError:
                     continue  # it forgets them by itself when they have been idle for long
 
@@ -258,7 +260,7 @@ class Remote:
         body = self._body(requests)
         body.seed = requests[0].sampling.seed
         each = [own(r, body, f, self._messages) for r, f in zip(requests, fresh, strict=True)]
-        body.mgrpo = Extension(each, self._released.pop(replica.key, []))
+        body.mgrpo = Extension(each, self._released.pop(replica.key, []), self._name)
         return body
 
     def _body(self, requests: Sequence[Request]) -> Asked:

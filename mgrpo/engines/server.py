@@ -50,6 +50,14 @@ def routes(engine: Engine, model: str, status: Status, limits: Limits | None = N
     ]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Own(TrajectoryId):
+    """A trajectory of one client. Another may run the same one, as long as it has not heard that its lease is lost:
+    neither uses, nor drops, what is cached for the other, so that turns stay a pure function of their batches."""
+
+    client: str
+
+
 class _Served:
     def __init__(self, engine: Engine, model: str, status: Status, limits: Limits) -> None:
         self._engine = engine
@@ -77,7 +85,7 @@ class _Served:
         return self._reply(asked, requests, completions)
 
     async def release(self, asked: Release) -> dict[str, int]:
-        ids = [_trajectory(id) for id in asked.ids]
+        ids = [_trajectory(id, asked.client) for id in asked.ids]
         self._forget(ids)
         return {"released": len(ids)}
 
@@ -131,7 +139,7 @@ class _Served:
             self._forget([next(iter(self._used))])
         if asked.mgrpo is UNSET:
             return
-        self._forget(_trajectory(id) for id in asked.mgrpo.release)
+        self._forget(_trajectory(id, asked.mgrpo.client) for id in asked.mgrpo.release)
         self._forget(request.id for request, each in zip(requests, asked.mgrpo.each, strict=True) if each.fresh)
         for request in requests:
             self._used[request.id] = now
@@ -206,11 +214,13 @@ def _request(asked: Asked, prompt: tuple[int, ...], own: Each) -> Request:
         min_p=value("min_p"),
     )
     messages = tuple(Message(role, content, name) for role, content, name in own.messages or ())
-    return Request(_trajectory(own.id), prompt, sampling, tuple(value("stop_token_ids")), messages)
+    id = _trajectory(own.id, "" if asked.mgrpo is UNSET else asked.mgrpo.client)
+    return Request(id, prompt, sampling, tuple(value("stop_token_ids")), messages)
 
 
-def _trajectory(text: str) -> TrajectoryId:
+def _trajectory(text: str, client: str) -> TrajectoryId:
     try:
-        return TrajectoryId.parse(text)
+        id = TrajectoryId.parse(text)
     except ValueError as error:
         raise Refusal(400, str(error)) from error
+    return _Own(id.group, id.rollout, id.agent, id.invocation, client)

@@ -48,10 +48,11 @@ class Each(Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class Extension(Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """``release``: trajectories that are over."""
+    """``release``: trajectories that are over. ``client``: whose all of them are."""
 
     each: list[Each]
     release: list[str] = []
+    client: str = ""
 
 
 class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -77,6 +78,7 @@ class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Release(Struct, forbid_unknown_fields=True):
     ids: list[str]
+    client: str = ""
 
 
 class LogProbs(Struct):

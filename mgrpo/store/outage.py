@@ -72,6 +72,7 @@ class Outages:
     def __init__(self, store: str, seconds: float) -> None:
         self._store, self._seconds = store, seconds
         self._began: float | None = None
+        self._failing: set[object] = set()  # calls that have failed and go on trying
         self._lock = threading.Lock()
 
     def protect(self, store: T) -> T:
@@ -94,11 +95,20 @@ class Outages:
         Raises StoreUnavailable where the last try, ``seconds`` after the first failure, fails too, UserError at once
         where the user has to mend something, and everything else as it is.
         """
+        call = object()
+        try:
+            result = self._persist(what, attempt, call)
+        finally:
+            self._failing.discard(call)
+        self._end()
+        return result
+
+    def _persist(self, what: str, attempt: Callable[[], T], call: object) -> T:
         deadline, pauses, tries = 0.0, _pauses(), 0
         while True:
             tries += 1
             try:
-                result = attempt()
+                return attempt()
             except (DBAPIError, PoolTimeout) as error:
                 if mistake := _mistake(error, self._store):
                     raise mistake from error
@@ -109,11 +119,8 @@ class Outages:
                 if now >= deadline:
                     raise StoreUnavailable(self._given_up(what, error)) from error
                 if not _is_race(error):
-                    self._begin(error)
+                    self._begin(error, call)
                 time.sleep(min(next(pauses), deadline - now))
-            else:
-                self._end()
-                return result
 
     def _given_up(self, what: str, error: Exception) -> str:
         return (
@@ -121,17 +128,21 @@ class Outages:
             "see to the database, then start again what stopped"
         )
 
-    def _begin(self, error: Exception) -> None:
+    def _begin(self, error: Exception, call: object) -> None:
         with self._lock:
+            self._failing.add(call)
             if self._began is not None:
                 return
             self._began = time.monotonic()
         _LOG.warning("store %s: %s; trying again for up to %g s", self._store, _line(error), self._seconds)
 
     def _end(self) -> None:
+        """A call succeeded. While others still fail, as writers do where only readers can go on, nothing is over."""
         if self._began is None:
             return
         with self._lock:
+            if self._failing:
+                return
             began, self._began = self._began, None
         if began is not None:
             _LOG.warning("store %s: works again after %.1f s", self._store, time.monotonic() - began)

@@ -17,6 +17,7 @@ from web_server import TOKEN
 from mgrpo.engines.base import Completion, Request, Sampling
 from mgrpo.engines.decode import Decoder
 from mgrpo.engines.local import Local
+from mgrpo.engines.remote import Remote
 from mgrpo.engines.server import Limits
 from mgrpo.errors import EngineError, EngineTimeout
 from mgrpo.types import TrajectoryId
@@ -95,6 +96,29 @@ def test_a_trajectory_that_begins_anew_finds_nothing_cached() -> None:
         return await several_turns(remote(found))
 
     assert with_server(local(), killed_and_resumed) == inside
+
+
+def test_a_second_client_with_the_same_trajectories_changes_no_bit_of_the_first_one_s_turns() -> None:
+    """A collector whose lease was given away works on, and lets go, while its successor is in the middle of a turn."""
+    inside = asyncio.run(several_turns(local()))
+
+    async def both(found: Serving) -> list[Completion]:
+        class Disturbed(Remote):
+            async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+                other = remote(found)
+                await other.generate(requests[::-1][:2])
+                completions = await super().generate(requests)
+                await other.generate(requests[1:])
+                for request in requests:
+                    other.release(request.id)
+                await other.close()
+                return completions
+
+        first = remote(found)
+        first.__class__ = Disturbed
+        return await several_turns(first)
+
+    assert with_server(local(), both) == inside
 
 
 def test_released_trajectories_are_forgotten_by_the_server() -> None:

@@ -40,7 +40,7 @@ class Echo:
         self.version = version
 
     def release(self, id: TrajectoryId) -> None:
-        self.released.append(id)
+        self.released.append(TrajectoryId.parse(str(id)))  # whichever client it belongs to
 
     @property
     def seen(self) -> list[int]:
