@@ -21,6 +21,7 @@ from mgrpo.store.waiting import wait
 from mgrpo.team import Team
 
 LOST_PAUSE_S = 0.5  # before what lost its engines begins again
+LOST_IN_A_ROW = 2  # cohorts smaller than a step of which broken infrastructure may leave nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Collector:
         self.session, self.team, self.config = session, team, session.config
         self._windows = tuple(session.windows(0))
         self._total = total_groups(self.config)
+        self._lost_in_a_row = 0  # cohorts in which nothing was left
         self._lost: tuple[float, float] | None = None  # since the last commit: when engines were lost first, and last
 
     # ------------------------------------------------------------ what is next
@@ -137,26 +139,33 @@ class Collector:
     async def _serve_newest(self, window: Window | None) -> None:
         """Load the newest weights; engines of their own processes need only be as new as ``max_staleness`` asks."""
         for owner in self.config.learners:
+            trained = self.session.store.trained(owner)  # before `latest`: a version in between only asks for more
             weights = self.session.store.latest(owner)
-            oldest = 0 if weights is None else self._oldest(owner, weights, window)
+            oldest = 0 if weights is None else self._oldest(trained, weights, window)
             await self.team.serve(owner, weights, self.session.weights, oldest)
         await self.team.wait_for_frozen()
 
-    def _oldest(self, owner: str, weights: WeightVersion, window: Window | None) -> int:
+    def _oldest(self, trained: int, weights: WeightVersion, window: Window | None) -> int:
         """The oldest version that may sample in ``window`` so as not to be stale when its turn to train comes."""
         slack = self.config.max_staleness
         if window is None or not slack:
             return weights.version
         if self.config.stale_policy == "drop":
             return 0
-        pending = (window.first_group - self.session.store.trained(owner)) // len(window.groups)
+        pending = (window.first_group - trained) // len(window.groups)
         return max(0, weights.version + pending - slack)
 
     async def gather(self, work: Work, acting: ActingTeam) -> Gathered:
         session = self.session
         source, watcher = session.source(work.window), session.watcher("collecting")
         task = partial(session.task, source)
-        return await gather(self.team, acting, source, work.window.stage, work.groups, task, watcher)
+        # A question on which every rollout breaks must not hold up the run for ever; several in a row are no accident.
+        part_of_a_step = len(work.groups) < len(work.window.groups)
+        may_be_lost = part_of_a_step and self._lost_in_a_row < LOST_IN_A_ROW
+        gathered = await gather(self.team, acting, source, work.window.stage, work.groups, task, watcher, may_be_lost)
+        known = any(reward.value is not None for reward in gathered.rewards.values())
+        self._lost_in_a_row = 0 if known else self._lost_in_a_row + 1
+        return gathered
 
     async def commit(self, work: Work, gathered: Gathered, seconds: float) -> None:
         """Write the groups, unless the lease was lost, and say what they were like."""

@@ -48,11 +48,13 @@ async def evaluate(
     return Evaluation(tuple(groups), worth, rollout_metrics(groups, worth))
 
 
-async def reward(team: Team, source: TaskSource, groups: Sequence[Group]) -> dict[TrajectoryId, Reward]:
+async def reward(
+    team: Team, source: TaskSource, groups: Sequence[Group], may_be_lost: bool = False
+) -> dict[TrajectoryId, Reward]:
     """Grades of every trajectory, then equations (4) and (5), or the recipe's own reward function.
 
-    Raises InfrastructureError where broken engines, tools or graders left no rollout with a known reward: going on
-    would use up the tasks and teach nothing.
+    Raises InfrastructureError where broken engines, tools or graders left no rollout with a known reward, unless they
+    ``may_be_lost``: going on would use up the tasks and teach nothing.
     """
     config, expert = team.config, team.expert(source)
     function = load_object(config.reward, "reward") if config.reward else rewards
@@ -66,7 +68,7 @@ async def reward(team: Team, source: TaskSource, groups: Sequence[Group]) -> dic
         found |= function(rollout, grades, weights, config.rollout.unknown_reward)
         failure = rollout.failure or (failure if found[rollout.root.id].value is None else None)
         lost += [failure] if failure is not None else []
-    if lost and len(lost) == len(asked):
+    if lost and len(lost) == len(asked) and not may_be_lost:
         raise InfrastructureError(
             f"all {len(lost)} rollouts of groups {groups[0].id} to {groups[-1].id} were lost, first by {lost[0]}"
             f" (cut-off ones ran {1 + config.rollout.max_retries} times); mend what is broken and start again from here"

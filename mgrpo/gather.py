@@ -35,6 +35,7 @@ async def gather(
     ids: Sequence[int],
     task: Callable[[int, int], Task],
     watcher: Watcher,
+    may_be_lost: bool = False,
 ) -> Gathered:
     """Groups with these ``ids``; ``task(id, batch)`` is what is asked, with ``batch`` > 0 a replacement.
 
@@ -51,7 +52,9 @@ async def gather(
     for batch in range(plan.max_num_gen_batches if filters else 1):
         asked = [(id, task(id, batch)) for id in due]
         found = await run_groups(asked, acting, k, source.corpus, team.scheduler(), team.config.seed, watcher)
-        raw = {id: own for id, own in raw.items() if id.group not in due} | await reward(team, source, found)
+        raw = {id: own for id, own in raw.items() if id.group not in due} | await reward(
+            team, source, found, may_be_lost
+        )
         groups |= {group.id: group for group in found}
         replaced += len(due) if batch else 0
         due = [group.id for group in found if filters and not informative(root_metrics(group, raw, plan.metric))]

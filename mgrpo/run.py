@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from typing import IO, Any
 from mgrpo.config import Config, dump, load, settled
 from mgrpo.config.registry import shorten
 from mgrpo.config.vocabulary import closed_vocabulary
-from mgrpo.errors import DataError, RunFolderError, StoreTimeout
+from mgrpo.errors import DataError, RunFolderError, StoreTimeout, UserError
 from mgrpo.store.base import RunInfo, Store, WeightVersion
 from mgrpo.store.opening import STORE_VARIABLE, open_store, refuse_password
 from mgrpo.store.weights import WeightStore
@@ -64,6 +65,9 @@ class RunFolder:
         return self.path / "store.db"
 
     def part(self, name: str) -> Path:
+        """The folder of one process. Raises UserError for a name that can be none."""
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise UserError(f"--name {name}: letters, digits, dots, dashes and underscores, a letter or digit first")
         return self.path / "parts" / name
 
     def store_url(self, config: Config) -> str | Path:

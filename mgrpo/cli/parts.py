@@ -74,12 +74,15 @@ def _part(kind: str, recipe: Path, run: Path | None, options: list[str], **given
     """(config, folder, name) of a part."""
     from mgrpo.config import load
     from mgrpo.parts import default_name, end_cleanly
+    from mgrpo.run import RunFolder
 
     end_cleanly()
     recipe, run = located(recipe, run)
     own = [f"{key}={json.dumps(given[key])}" for key in ("store", "weights") if given[key] is not None]
     config = load(recipe, [*options, *own])
-    return config, run or config.default_folder, given["name"] or default_name(kind)
+    folder, name = run or config.default_folder, given["name"] or default_name(kind)
+    RunFolder(folder).part(name)
+    return config, folder, name
 
 
 @app.command(epilog="mgrpo serve searcher recipes/quickstart.toml --run runs/quickstart")

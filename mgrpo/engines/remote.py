@@ -210,10 +210,11 @@ class Remote:
         self._released = {key: ids for key, ids in self._released.items() if key in keys}
 
     def _ready(self, lost: Iterable[tuple[str, str]] = ()) -> list[str]:
-        """Who may take new trajectories, by name; one that was lost before only where there is no other."""
+        """Who may take new trajectories, by name; one that is not well, or was lost, only where there is no other."""
         ready = [r for _, r in sorted(self._known.items()) if r.version >= max(self._wanted, 0) and r.key not in lost]
         now = time.monotonic()
-        return [r.name for r in ready if self._shunned.get(r.key, now) <= now] or [r.name for r in ready]
+        well = [r.name for r in ready if not r.state and self._shunned.get(r.key, now) <= now]
+        return well or [r.name for r in ready]
 
     def _shun(self, replica: Replica) -> None:
         self._shunned[replica.key] = time.monotonic() + _SHUNNED_S

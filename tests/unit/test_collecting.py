@@ -22,13 +22,14 @@ from scripted_run import (
 )
 from store_samples import Clock, weights
 from tiny_recipe import REINFORCE, tiny
+from tiny_team import Recorder
 
 from mgrpo import collecting
 from mgrpo.agents.loop import together
 from mgrpo.collecting import Collector, Work
 from mgrpo.config import Config
 from mgrpo.engines.base import Completion, Request
-from mgrpo.errors import EngineLost, EngineTimeout, StoreTimeout, StoreUnavailable
+from mgrpo.errors import EngineError, EngineLost, EngineTimeout, InfrastructureError, StoreTimeout, StoreUnavailable
 from mgrpo.report.reporter import Reporter
 from mgrpo.session import Session
 from mgrpo.store import ledger
@@ -294,6 +295,37 @@ def test_an_engine_that_is_lost_again_and_again_ends_the_collector_at_the_deadli
         with pytest.raises(EngineTimeout, match=said):
             run_to_the_end(session, team)
         assert warnings and session.store.lease("collect/0", "another", 1.0) is not None
+
+
+def test_a_question_that_breaks_every_rollout_counts_as_seen_but_several_in_a_row_end_the_collector(
+    tmp_path: Path,
+) -> None:
+    """R-58: the run goes on, and a resumed one does not meet the same question for ever."""
+
+    class Breaking(Recorder):
+        broken = range(1, 2)
+
+        async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+            if requests[0].id.group in self.broken:
+                raise EngineError("this prompt kills it")
+            return await super().generate(requests)
+
+    config = plan(tmp_path, 8, stage=STAGE, rollout={"groups_per_lease": 1, "max_retries": 0})
+    team = ScriptedTeam(config)
+    team.engine = Breaking(lambda request: ANSWER)
+    with open_session(config, tmp_path / "run") as session:
+        run_to_the_end(session, team)
+        assert sorted(trained_prompts(session.store)) == [str(i) for i in range(8)]
+        assert [{r.value is None for r in session.store.group(i)[1].values()} for i in (0, 1, 2)] == [
+            {False},
+            {True},
+            {False},
+        ]
+    team.engine.broken = range(1, 8)
+    with open_session(config, tmp_path / "another") as session:
+        with pytest.raises(InfrastructureError, match="this prompt kills it"):
+            run_to_the_end(session, team)
+        assert session.store.committed() == 3
 
 
 def test_an_engine_that_never_comes_ends_the_collector_with_its_words(tmp_path: Path) -> None:
