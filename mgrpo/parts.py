@@ -37,6 +37,7 @@ from mgrpo.errors import CheckpointError, InfrastructureError, UserError
 from mgrpo.run import Hold, RunFolder
 from mgrpo.session import RENEWALS, Session
 from mgrpo.store.base import Part, Store, WeightVersion
+from mgrpo.store.waiting import wait
 from mgrpo.store.weights import WeightStore
 from mgrpo.team import Team, chat_of, complete, engine_of, tools_of
 from mgrpo.tools.base import Tool
@@ -69,8 +70,15 @@ def collect_part(config: Config, folder: Path, name: str) -> None:
     from mgrpo.train import collect
 
     with Session(config, folder, name=name, part=True) as session, _remote_team(session) as team:
+
+        async def work() -> None:
+            if session.config.launch.tool_server and session.config.tools:  # else every call would wait for one
+                seconds = session.config.outage_timeout_s
+                await wait(lambda: session.store.parts("tools") or None, "a tool server (mgrpo tools)", seconds)
+            await collect(Collector(session, team))
+
         part = Part(name, "collect", instance=secrets.token_hex(8))
-        complete(_while_announced(session.store, part, session.config.lease_s, collect(Collector(session, team))))
+        complete(_while_announced(session.store, part, session.config.lease_s, work()))
 
 
 def learn_part(config: Config, folder: Path, owner: str, name: str) -> None:

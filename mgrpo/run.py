@@ -119,7 +119,8 @@ class RunFolder:
             if not resume:
                 raise RunFolderError(f"{self.path} holds a run already; add --resume to go on, or name another folder")
             before = load(self.config_file)
-            config = settled(config, before.threads or threads)
+            places = {key: getattr(config, key) or getattr(before, key) for key in ("store", "weights")}
+            config = settled(config.model_copy(update=places), before.threads or threads)
             self._check_same(before, config)
             return config
         elif resume:
@@ -154,9 +155,17 @@ class RunFolder:
             os.close(descriptor)
 
     def _write(self, config: Config) -> Store:
-        temporary = self.path / ".config.toml.tmp"  # a run is there from the moment its whole config.toml is
+        new, temporary = not self.config_file.exists(), self.path / ".config.toml.tmp"
         temporary.write_text(dump(config), encoding="utf-8")
-        temporary.replace(self.config_file)
+        temporary.replace(self.config_file)  # a run is there from the moment its whole config.toml is
+        try:
+            return self._open_store(config)
+        except RunFolderError:
+            if new:
+                self.config_file.unlink()  # the store is of another run, which the right recipe may still join
+            raise
+
+    def _open_store(self, config: Config) -> Store:
         url, began = self.store_url(config), any(self.path.glob("weights/*/v*"))
         if url == self.store_file and began:  # a store that is gone or empty has lost its groups
             return open_store(url, outage_s=config.outage_timeout_s)

@@ -145,7 +145,8 @@ class Running:
 class Parts:
     """The processes of one run on this machine. A context manager that ends them all.
 
-    ``options`` go to every command, ``environment`` to every process; ``store`` is opened when it is first asked for.
+    ``options`` go to every command, ``environment`` to every process. ``store`` is what this process opens: by default
+    the one in the run folder.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Parts:
         config: Config,
         *options: str,
         run: str = "run",
+        store: str = "",
         namespace: str = "",
         environment: Mapping[str, str | None] | None = None,
     ) -> None:
@@ -163,6 +165,7 @@ class Parts:
         self.config, self._home, self._namespace = config, home, namespace
         self._environment = {"MGRPO_TOKEN": None, "MGRPO_STORE": None, **(environment or {})}
         self.every: list[Running] = []
+        self._store_url = store or self.folder / "store.db"
         self._store: Store | None = None
 
     def __enter__(self) -> Parts:
@@ -217,7 +220,7 @@ class Parts:
 
     def _opened(self) -> Store | None:
         with suppress(RunFolderError):  # not there yet, or without its tables
-            return open_store(self.folder / "store.db")
+            return open_store(self._store_url)
         return None
 
     def part(self, name: str) -> Part | None:

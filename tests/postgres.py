@@ -23,8 +23,6 @@ from sqlalchemy import URL
 USER = "mgrpo"
 PASSWORD = secrets.token_hex(8) + "@:/%é"  # new every time, and with what URLs and libpq's strings must escape
 _SETTINGS = {
-    "listen_addresses": "127.0.0.1",
-    "unix_socket_directories": "",
     "max_connections": "60",
     "shared_buffers": "16MB",
     "dynamic_shared_memory_type": "mmap",  # inside the folder, so that nothing is left behind by one that was killed
@@ -65,10 +63,13 @@ def free_port() -> int:
 
 
 class PostgresServer:
-    """Started by `start`; a context manager that stops it and removes its folder."""
+    """Started by `start`; a context manager that stops it and removes its folder.
 
-    def __init__(self, programs: Path) -> None:
-        self._programs = programs
+    In a network ``namespace`` it listens at ``host`` there, and `reached_by` is how this process reaches it.
+    """
+
+    def __init__(self, programs: Path, host: str = "127.0.0.1", namespace: str = "") -> None:
+        self._programs, self._host, self._namespace = programs, host, namespace
         self.folder = Path(tempfile.mkdtemp(prefix="mgrpo-postgres-", dir=_place()))
         self._data = self.folder / "data"
         self.port = free_port()
@@ -101,8 +102,14 @@ class PostgresServer:
 
     def url(self, database: str, **parts: Any) -> str:
         """With user and password; ``parts`` replace parts of it, such as ``password=None``."""
-        address: dict[str, Any] = {"username": USER, "password": PASSWORD, "host": "127.0.0.1", "port": self.port}
+        address: dict[str, Any] = {"username": USER, "password": PASSWORD, "host": self._host, "port": self.port}
         return URL.create("postgresql", **(address | parts), database=database).render_as_string(hide_password=False)
+
+    def reached_by(self, database: str) -> str:
+        """As `url`; a socket in its folder where this process is in another namespace."""
+        if not self._namespace:
+            return self.url(database)
+        return self.url(database, host=None, port=None, query={"host": str(self.folder), "port": str(self.port)})
 
     def new_database(self) -> str:
         """The URL of a fresh, empty database."""
@@ -115,7 +122,7 @@ class PostgresServer:
         """Runs one statement outside of any transaction and returns its rows, if it has any."""
         import psycopg
 
-        with psycopg.connect(self.url(database), autocommit=True, connect_timeout=10) as connection:
+        with psycopg.connect(self.reached_by(database), autocommit=True, connect_timeout=10) as connection:
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
@@ -175,12 +182,20 @@ class PostgresServer:
         command = [self._programs / "initdb", "--pgdata", self._data, "--encoding", "UTF8", "--no-locale", *options]
         made = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, **self._account)
         assert made.returncode == 0, made.stdout + made.stderr
+        if self._namespace:
+            with (self._data / "pg_hba.conf").open("a") as rules:
+                rules.write("host all all samenet scram-sha-256\n")
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        settings = [f"--{key}={value}" for key, value in _SETTINGS.items()]
+        own = {"listen_addresses": self._host, "unix_socket_directories": self.folder if self._namespace else ""}
+        settings = [f"--{key}={value}" for key, value in (_SETTINGS | own).items()]
         command = [self._programs / "postgres", "-D", self._data, "-p", str(self.port), *settings]
+        account = self._account
+        if self._namespace:  # which only root may enter: what it enters with gives the account up
+            ids = (f"--setuid={account['user']}", f"--setgid={account['group']}")
+            command, account = ["nsenter", f"--net=/run/netns/{self._namespace}", *ids, "--", *command], {}
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, **self._account)
+            return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, **account)
 
     def _accepts(self) -> bool:
         import psycopg
@@ -188,7 +203,7 @@ class PostgresServer:
         if self._process is None or self._process.poll() is not None:
             return False
         try:
-            psycopg.connect(self.url("postgres"), connect_timeout=10).close()
+            psycopg.connect(self.reached_by("postgres"), connect_timeout=10).close()
         except psycopg.OperationalError:
             return False
         return True

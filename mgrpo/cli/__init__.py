@@ -134,7 +134,7 @@ def located(recipe: Path, run: Path | None) -> tuple[Path, Path | None]:
         recipe = recipe / "config.toml"
         if not recipe.is_file():
             raise RunFolderError(f"{recipe.parent}: no run there (no config.toml); name a recipe, a .toml file")
-    own = recipe.name == "config.toml" and (recipe.parent / "store.db").is_file()
+    own = recipe.name == "config.toml" and any((recipe.parent / name).is_file() for name in ("store.db", ".lock"))
     return recipe, recipe.parent if own and run is None else run
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from command_line import mgrpo
+from command_line import mgrpo, version_folder
 from tiny_recipe import REINFORCE, WARM_UP, table, train_briefly
 
 from mgrpo.config import Config, resolve
@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(finished: Path) -> Path:
     """What demonstrations made of the one model; it plays both parts."""
-    taught = finished / "weights" / "planner" / "v2" / "model.safetensors"
+    taught = version_folder(finished, "planner", 2) / "model.safetensors"
     folder = finished.parent / "taught"
     assert mgrpo("export", finished, "planner", folder).code == 0
     (folder / "model.safetensors").write_bytes(taught.read_bytes())
@@ -110,7 +110,7 @@ def test_either_agent_exports_the_weights(finished: Path, tmp_path: Path) -> Non
     for agent in ("planner", "searcher"):
         assert mgrpo("export", finished, agent, tmp_path / agent).code == 0
     one, other = ((tmp_path / agent / "model.safetensors").read_bytes() for agent in ("planner", "searcher"))
-    assert one == other == (finished / "weights" / "planner" / "v4" / "model.safetensors").read_bytes()
+    assert one == other == (version_folder(finished, "planner", 4) / "model.safetensors").read_bytes()
 
 
 def test_a_stage_may_leave_one_out_and_compare_with_the_weights_it_had(tmp_path: Path) -> None:

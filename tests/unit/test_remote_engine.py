@@ -251,6 +251,22 @@ def test_one_that_failed_to_load_finishes_its_trajectories_and_gets_no_new_ones(
     with_fleet(work)
 
 
+def test_one_that_is_not_well_is_new_enough_only_where_there_is_no_other() -> None:
+    """Where any version will do, so that a version alone keeps nobody out."""
+
+    async def work(a: Serving, b: Serving) -> None:
+        a.state = "version 3 could not be loaded: damaged"
+        engine = remote(a, b, deterministic=False)
+        await engine.load(0, "")
+        await engine.generate(asks(*range(4)))
+        assert (len(a.engine.seen), len(b.engine.seen)) == (0, 4)
+        await b.stop()
+        await engine.generate(asks(*range(4, 8)))
+        assert len(a.engine.seen) == 4
+
+    with_fleet(work)
+
+
 def test_a_deterministic_load_waits_for_all_that_are_well() -> None:
     """Who takes part must not depend on which of two servers was a moment faster."""
 
