@@ -94,29 +94,32 @@ class RunFolder:
         ``resume`` None is whichever it needs. Raises RunFolderError as `begin`, where a process holds it alone, and
         where its recipe or the store's is another one.
         """
-        return self._hold(config, self.config_file.exists() if resume is None else resume, alone=False)
+        return self._hold(config, resume, alone=False)
 
-    def _hold(self, config: Config, resume: bool, alone: bool) -> Hold:
+    def _hold(self, config: Config, resume: bool | None, alone: bool) -> Hold:
         with _explained(self.path):
             config = self._checked(config, resume)
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self._lock(alone)
             try:
                 with self._beginning():
+                    if not alone:  # another part may have begun the run since
+                        config = self._checked(config, None)
                     store = self._write(config)
                     return Hold(config, store, self.weight_store(config, store.run), lock, alone)
             except BaseException:
                 lock.close()
                 raise
 
-    def _checked(self, config: Config, resume: bool) -> Config:
+    def _checked(self, config: Config, resume: bool | None) -> Config:
         """The recipe as the run keeps it, in a file that others may read. Writes nothing."""
         if config.store is not None:
             refuse_password(config.store, "store")
         self.weight_store(config, RunInfo(config.seed))  # raises as that does
         threads = os.cpu_count() or 1
-        if self.config_file.exists():
-            if not resume:
+        used = self.path.exists() and any(not entry.name.startswith(".") for entry in self.path.iterdir())
+        if self.config_file.exists():  # asked after `used`: it is the first file of a run
+            if resume is False:
                 raise RunFolderError(f"{self.path} holds a run already; add --resume to go on, or name another folder")
             before = load(self.config_file)
             places = {key: getattr(config, key) or getattr(before, key) for key in ("store", "weights")}
@@ -125,7 +128,7 @@ class RunFolder:
             return config
         elif resume:
             raise RunFolderError(f"{self.path}: no run to resume there (no config.toml)")
-        elif self.path.exists() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
+        elif used:
             raise RunFolderError(f"{self.path} is not empty and holds no run; name another folder")
         return settled(config, threads)
 

@@ -70,8 +70,8 @@ def _start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in _environment().items():
             patch.setenv(key, value)
-        forkserver.set_forkserver_preload(PRELOADED)  # type: ignore[attr-defined]
-        forkserver.ensure_running()  # type: ignore[attr-defined]
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 def _become(arguments: list[str], log: str, environment: Mapping[str, str | None], namespace: str, fresh: bool) -> None:

@@ -172,6 +172,39 @@ def test_a_run_that_exists_is_gone_on_with_only_where_that_is_asked_for(run: Pat
     assert contents(run) == before
 
 
+def test_parts_that_start_at_once_in_a_new_folder_all_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one begins the run between any two looks at the folder."""
+    config, folder, looks = recipe(), RunFolder(tmp_path / "run"), Path.exists
+
+    def begun_meanwhile(path: Path) -> bool:
+        found = looks(path)
+        monkeypatch.setattr(Path, "exists", looks)
+        if path.is_relative_to(folder.path):
+            folder.join(config).close()
+        return found
+
+    monkeypatch.setattr(Path, "exists", begun_meanwhile)
+    folder.join(config).close()
+    line = refused("launch", written(tmp_path, config), "--run", folder.path)
+    assert "holds a run already" in line
+
+
+def test_a_part_that_another_recipe_s_overtook_leaves_its_folder_alone(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RunFolder._lock
+
+    def overtaken(folder: RunFolder, alone: bool) -> Any:
+        monkeypatch.setattr(RunFolder, "_lock", lock)
+        folder.join(recipe()).close()
+        return lock(folder, alone)
+
+    monkeypatch.setattr(RunFolder, "_lock", overtaken)
+    line = refused("collect", written(tmp_path, recipe(seed=1)), "--run", run)
+    assert "the recipe differs from the run's: seed was 0, is 1" in line
+    assert load(run / "config.toml").seed == 0
+
+
 EVERY_PART = [["serve", "planner"], ["collect"], ["learn", "planner"], ["launch"]]
 
 
